@@ -24,7 +24,10 @@ def own() -> Iterator[LocalDaemon]:
 
 @pytest.fixture(scope="module")
 def processes(model: Path) -> Iterator[list[Engine]]:
-    """Two processes, whose engines the tests replace: starting a process takes longer than an engine."""
+    """Two processes, whose engines the tests replace: starting a process takes longer than an engine.
+
+    The tests name the weights, because their files are newer than these processes.
+    """
     with Engine(model) as one, Engine(model) as other:
         yield [one, other]
 
@@ -57,7 +60,7 @@ def arguments(name: str, folder: Path, block_tokens: int) -> dict[str, Any]:
 def test_hits_change_nothing(
     processes: list[Engine], own: LocalDaemon, tmp_path: Path, name: str, block_tokens: int
 ) -> None:
-    options = arguments(name, tmp_path, block_tokens) | connector(own)
+    options = arguments(name, tmp_path, block_tokens) | connector(own, weights_revision=tmp_path.name)
     for engine in processes:
         engine.restart(**options)
     one, other = processes
@@ -118,7 +121,8 @@ def test_an_engine_with_prefix_caching_off_is_served_only_with_a_reason(
     options = arguments("llama", tmp_path, 32) | {"enable_prefix_caching": False}
     [engine, _] = processes
     for reason, found in (("", 0), ("only its memory is short", full_blocks(497))):
-        engine.restart(**options | connector(own, without_prefix_caching=reason))
+        named = connector(own, without_prefix_caching=reason, weights_revision=tmp_path.name)
+        engine.restart(**options | named)
         engine("plug", connected=False)
         reference = said(engine.generate([FIRST]))
         engine("plug", connected=True)
