@@ -103,6 +103,7 @@ BENCHES = {
         dict.fromkeys(_named("valkey", "put/redis-py", "get/redis-py"), _REDIS),
     ),
     "objectstore": Entry("objectstore:run", _named("objectstore", "get", "put")),
+    "weights": Entry("weights:run", _named("weights", "from-disk", "in-memory", "remembered")),
     "gpu": Entry(
         "gpu:run",
         _named("gpu", "dram-to-device", "hbm-hit", "hbm-hit-verified", "hbm-get")

@@ -11,6 +11,7 @@ from kvstore.cuda.device import DeviceBuffer
 from kvstore.cuda.device_ids import why_not as why_no_gpu
 from kvstore.fp8 import Fp8
 from kvstore.types import Key, Layout, Tier, chain_keys
+from kvstore.weights.digest import FilesDigest, files_digest
 
 # Earlier names of these classes. Callers may still import them.
 Guard, Room, DeviceRoom = ExceptionBarrier, Reservation, DeviceReservation
@@ -23,6 +24,7 @@ __all__ = [
     "DeviceLease",
     "DeviceReservation",
     "ExceptionBarrier",
+    "FilesDigest",
     "Fp8",
     "Key",
     "Layout",
@@ -33,6 +35,7 @@ __all__ = [
     "Tier",
     "chain_keys",
     "errors",
+    "files_digest",
     "on_device",
     "why_no_gpu",
 ]

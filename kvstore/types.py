@@ -59,12 +59,18 @@ _RANK = {tier: rank for rank, tier in enumerate((Tier.HBM, Tier.DRAM, Tier.NVME,
 _PERSISTENT = frozenset((Tier.NVME, Tier.NETWORK))
 
 
+CHAIN, INDEPENDENT = "chain", "independent"
+"""The kinds of namespaces."""
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The form of a namespace's blocks. Layouts that differ in any field never share a block.
 
     `revision` names the weights; `block_bytes` is one block's payload in bytes, of one shard;
-    `kv_layout` is free text for other properties of the bytes (order of axes, instruction set).
+    `kv_layout` is free text for other properties of the bytes (order of axes, instruction set). `kind` is
+    "chain" if a block is of use only behind the block before it in its prompt, as attention over all tokens
+    needs them; "independent" if each block is of use without others: no block has a parent.
     """
 
     model: str
@@ -74,6 +80,7 @@ class Layout:
     block_tokens: int = 0
     shard: str = "0/1"
     kv_layout: str = ""
+    kind: str = CHAIN
 
     def __post_init__(self) -> None:
         for name in ("model", "revision", "dtype", "shard", "kv_layout"):
@@ -92,10 +99,23 @@ class Layout:
             raise MisuseError(f"layout.block_bytes is {self.block_bytes}", f"1 to {MAX_BLOCK_BYTES} bytes")
         if self.block_tokens > MAX_BLOCK_BYTES:
             raise MisuseError(f"layout.block_tokens is {self.block_tokens}", f"at most {MAX_BLOCK_BYTES}")
+        if self.kind not in (CHAIN, INDEPENDENT):
+            raise MisuseError(f"layout.kind is {self.kind!r:.80}", f'"{CHAIN}" or "{INDEPENDENT}"')
+
+    @property
+    def independent(self) -> bool:
+        """Whether no block has a parent."""
+        return self.kind == INDEPENDENT
 
     def to_map(self) -> dict[str, Any]:
-        """Returns the fields as plain values, for the wire and for records."""
-        return asdict(self)
+        """Returns the fields as plain values, for the wire and for records.
+
+        Leaves the kind of a chain out, as before there were kinds: its fingerprint and records stay the same.
+        """
+        fields = asdict(self)
+        if not self.independent:
+            del fields["kind"]
+        return fields
 
     def fingerprint(self, tenant: str = "default") -> bytes:
         """Returns 16 bytes that identify this layout of a tenant in slot headers and checksums."""

@@ -42,6 +42,26 @@ def test_every_field_of_a_layout_and_the_tenant_make_another_namespace() -> None
 def test_a_fingerprint_is_the_same_in_every_process_and_release() -> None:
     # Records on disk carry it: another value would orphan every block that is stored.
     assert Layout(model="m", block_bytes=1).fingerprint().hex() == "670a38f763f3db9e5c045a306ef9a2cc"
+    full = Layout("m", 4096, "r", "bfloat16", 16, "0/2", "nhd")
+    assert full.fingerprint("t").hex() == "a3218e9b17e8cfb76b29c33c9dd3ce07"
+
+
+def test_the_kind_of_a_layout_is_written_only_where_it_is_no_chain() -> None:
+    independent = replace(LAYOUT, kind="independent")
+    assert (LAYOUT.independent, independent.independent) == (False, True)
+    assert replace(LAYOUT, kind="chain") == LAYOUT
+    assert "kind" not in LAYOUT.to_map()
+    assert independent.to_map() == LAYOUT.to_map() | {"kind": "independent"}
+    assert independent.fingerprint() != LAYOUT.fingerprint()
+    for layout in (LAYOUT, independent):
+        assert Layout(**layout.to_map()) == layout
+
+
+@pytest.mark.parametrize("kind", ["", "Chain", "recurrent", None, 1, ["chain"]])
+def test_an_unknown_kind_is_refused_with_the_kinds_there_are(kind: object) -> None:
+    with pytest.raises(MisuseError, match="kind is") as told:
+        replace(LAYOUT, kind=kind)
+    assert told.value.hint == '"chain" or "independent"'
 
 
 def test_fields_do_not_run_into_each_other() -> None:

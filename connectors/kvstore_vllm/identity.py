@@ -5,7 +5,9 @@ Doubtful properties are included: a needless difference is a miss, a missing one
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,16 +18,20 @@ from blake3 import blake3
 from vllm import envs
 from vllm.config.utils import get_hash_factors, hash_factors, normalize_value
 
-from kvstore import Layout
+from kvstore import Layout, files_digest
 from kvstore.errors import ConfigError
+
+logger = logging.getLogger("vllm.kvstore")
+
+
+_HINT = "set weights_revision in kv_connector_extra_config"
 
 
 def weights_revision(config: Any, given: str) -> str:
-    """Returns a name for the weights: the option, the hub's commit, or the state of the files.
+    """Returns a name for the weights: the option, the hub's commit, or a digest of the files' content.
 
-    The state of files is names, sizes, mtime and ctime (which no tool resets), not bytes, because reading
-    them would delay the start by minutes. vLLM has read the files before: weights that change while an engine
-    starts must be named. Raises ConfigError if the weights cannot be identified.
+    Reads local files once per node, see `kvstore.files_digest`. Raises ConfigError if the weights cannot be
+    identified.
     """
     model, load_format = config.model_config, config.load_config.load_format
     if given:
@@ -33,31 +39,45 @@ def weights_revision(config: Any, given: str) -> str:
     if load_format == "dummy":
         return "dummy"
     if Path(model.model).exists():
-        return files_revision(Path(model.model))
+        return content_revision(Path(model.model))
     commit = getattr(model.hf_config, "_commit_hash", None)
     if commit:
         return f"commit:{commit}"
-    raise ConfigError(
-        f"nothing tells which weights {model.model!r} has",
-        "set weights_revision in kv_connector_extra_config",
-    )
+    raise ConfigError(f"nothing tells which weights {model.model!r} has", _HINT)
+
+
+def content_revision(path: Path) -> str:
+    """Returns a digest of a file, or of all files in a folder, which vLLM has read in this process.
+
+    Raises ConfigError if the files may have changed since, or cannot be read.
+    """
+    try:
+        found = files_digest(path, logger)
+    except ConfigError as error:
+        raise ConfigError(error.message, f"{error.hint}: {_HINT}") from error
+    if found.changed_ns >= process_started_ns():
+        raise ConfigError(
+            f"{found.newest} in {path} was changed after the engine started: vLLM may have read it before",
+            f"restart the engine, or {_HINT}",
+        )
+    return f"blake3:{found.hexdigest}"
+
+
+def process_started_ns() -> int:
+    """Returns the time at which this process started, in ns since 1970.
+
+    It is up to 10 ms late: a process reads nothing so soon, and files written just before its start count as
+    older.
+    """
+    fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
+    ticks = int(fields[19]) + 1  # `starttime` in proc_pid_stat(5), which is rounded down
+    since_boot_ns = ticks * 10**9 // os.sysconf("SC_CLK_TCK")
+    return time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME) + since_boot_ns
 
 
 def in_epoch(layout: Layout, epoch: str) -> Layout:
     """Returns the layout of blocks since the reset named `epoch`; empty: there was no reset."""
     return replace(layout, revision=f"{layout.revision}+{epoch}") if epoch else layout
-
-
-def files_revision(path: Path) -> str:
-    """Returns a digest of the state of a file, or of all files in a folder."""
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
-    digest = blake3()
-    for file in files:
-        state = file.stat()
-        digest.update(
-            repr((str(file.relative_to(path)), state.st_size, state.st_mtime_ns, state.st_ctime_ns)).encode()
-        )
-    return f"files:{digest.hexdigest(16)}"
 
 
 def kv_layout(config: Any, specs: list[Any], group: int, kv_caches: dict[str, torch.Tensor]) -> str:

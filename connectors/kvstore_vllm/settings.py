@@ -49,8 +49,8 @@ class ConnectorSettings:
 
     `url`: the daemon; empty: KVSTORE_SOCKET or the default path. `deadline_s`: bounds every transfer. `load`:
     "async" (a request waits for its blocks while others run) or "sync" (the step waits). `block_tokens`:
-    tokens of a stored block; 0: as many as a page. `weights_revision`: names the weights where files cannot,
-    or across machines. `without_prefix_caching`: the reason to serve an engine with prefix caching off;
+    tokens of a stored block; 0: as many as a page. `weights_revision`: names the weights instead of
+    their files or commit. `without_prefix_caching`: the reason to serve an engine with prefix caching off;
     empty: refuse.
     """
 

@@ -10,13 +10,13 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self, TypeVar
 
 from kvstore.client.base import BaseClient
-from kvstore.client.calls.call import Awaiting, Exchange, Flow, Step, Work
+from kvstore.client.calls.call import Awaiting, Exchange, Flow, Pipeline, Step, Work
 from kvstore.client.calls.namespace import NamespaceCalls
-from kvstore.client.connection import RECEIVE_BYTES, BaseConnection
+from kvstore.client.connection import RECEIVE_BYTES, BaseConnection, in_order
 from kvstore.client.extents import Maps
 from kvstore.client.protocol import POST_WAIT_S
 from kvstore.types import Layout
@@ -76,6 +76,17 @@ class AsyncConnection(BaseConnection):
             self.close()
             raise
 
+    async def call_all(self, messages: Sequence[Any], ends_s: float) -> list[Any]:
+        """See BaseConnection. A cancellation also closes the connection."""
+        self._check_usable()
+        try:
+            async with _until(ends_s):
+                self._send_all(messages)
+                return in_order(messages, [await self._receive() for _ in messages])
+        except BaseException:
+            self.close()
+            raise
+
     async def _readable(self) -> None:
         ready = asyncio.Event()
         self._loop.add_reader(self._sock.fileno(), ready.set)
@@ -121,10 +132,10 @@ class AsyncConnection(BaseConnection):
             self._loop.call_later(_WATCH_EVERY_S, self._end_if_late)
 
     async def _receive(self) -> Any:
-        while True:
+        answer = self.protocol.received()
+        while answer is None:
             answer = self.protocol.receive(await self._loop.sock_recv(self._sock, RECEIVE_BYTES))
-            if answer is not None:
-                return answer
+        return answer
 
 
 def _until(ends_s: float) -> asyncio.Timeout:
@@ -167,6 +178,8 @@ class AsyncClient(BaseClient, Awaiting):
             return await exchange.connection.call(step, exchange.ends_s)
         if isinstance(step, Work):
             return await _in_thread(step.call)
+        if isinstance(step, Pipeline):
+            return await exchange.connection.call_all(step.messages, exchange.ends_s)
         return await AsyncConnection(self._token, self._maps).connect(self.path, exchange.ends_s)
 
 

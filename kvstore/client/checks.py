@@ -34,10 +34,13 @@ def socket_path(url: str | None) -> str:
     return path
 
 
-def check_parent(parent: Key | None) -> None:
-    """Raises MisuseError unless `parent` is a key or None."""
-    if parent is not None:
-        check_keys([parent])
+def check_parent(parent: Key | None, layout: Layout) -> None:
+    """Raises MisuseError unless `parent` is a key or None. Independent blocks have none."""
+    if parent is None:
+        return
+    if layout.independent:
+        raise MisuseError("blocks of an independent namespace have no parent", "leave out `parent`")
+    check_keys([parent])
 
 
 def check_deadline(deadline_s: float) -> float:

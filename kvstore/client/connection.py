@@ -12,6 +12,7 @@ import random
 import socket
 import threading
 import time
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvstore.client.extents import Maps
@@ -24,6 +25,14 @@ RECEIVE_BYTES = 256 << 10
 _BACK_OFF_S = 0.05
 _BACK_OFF_MAX_S = 2.0
 _LATE = 3
+
+
+def in_order(messages: Sequence[Any], answers: Iterable[Any]) -> list[Any]:
+    """Returns the answers in the order of their requests. Raises RemoteProtocolError if one is missing."""
+    by_id = {answer.id: answer for answer in answers}
+    if by_id.keys() != {message.id for message in messages}:
+        raise RemoteProtocolError("the daemon answered other requests than were sent")
+    return [by_id[message.id] for message in messages]
 
 
 class Backoff:
@@ -82,6 +91,22 @@ class BaseConnection:
         a Map may bring a descriptor, see `take_descriptor`.
         """
         raise NotImplementedError
+
+    def call_all(self, messages: Sequence[Any], ends_s: float) -> Any:
+        """Sends all requests, then returns the list of their answers, or a coroutine of it.
+
+        The daemon may answer them in any order. See `call` for failures.
+        """
+        raise NotImplementedError
+
+    def _send_all(self, messages: Sequence[Any]) -> None:
+        """Sends requests without waiting. What the socket does not take is sent while answers are read.
+
+        The daemon need not read on before its answers are read.
+        """
+        for message in messages:
+            self._outbox.add(self.protocol.send(message))
+        self._flush()
 
     def take_descriptor(self) -> int:
         """Returns the descriptor that the last answer has brought, -1 without one. The caller closes it."""

@@ -105,6 +105,7 @@ class ProtocolState:
         self.version = m.VERSION
         self.outbox = Outbox()
         self._frames = Frames(1 << 30)
+        self._received: deque[Any] = deque()
         self._token = token
         self._last_id = 0
 
@@ -151,17 +152,21 @@ class ProtocolState:
         return pack(message, self.frame_bytes, self.version)
 
     def receive(self, data: bytes) -> Any:
-        """Returns the message that `data` completes, or None.
+        """Returns the first message that is complete with `data` and not returned yet, or None.
 
         Raises RemoteProtocolError for a Failure, ConnectionResetError at the end of the stream (no data).
         """
         if not data:
             raise ConnectionResetError("the daemon closed the connection")
-        message = None
         for message in self._frames.feed(data):
             if isinstance(message, m.Failure):
                 raise RemoteProtocolError(message.why, message.hint)
             if isinstance(message, m.Denied):
                 # A namespace may have been unpublished or deleted: the next call opens it again.
                 self._namespaces.clear()
-        return message
+            self._received.append(message)
+        return self.received()
+
+    def received(self) -> Any:
+        """Returns the first message that came together with an earlier one, or None."""
+        return self._received.popleft() if self._received else None

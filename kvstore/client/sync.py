@@ -12,12 +12,13 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any, Self
 
 from kvstore.client.base import BaseClient
-from kvstore.client.calls.call import Blocking, Exchange, Flow, Step, Work
+from kvstore.client.calls.call import Blocking, Exchange, Flow, Pipeline, Step, Work
 from kvstore.client.calls.namespace import NamespaceCalls
-from kvstore.client.connection import RECEIVE_BYTES, BaseConnection
+from kvstore.client.connection import RECEIVE_BYTES, BaseConnection, in_order
 from kvstore.client.extents import Maps
 from kvstore.types import Layout
 from kvstore.wire import messages as m
@@ -56,6 +57,16 @@ class Connection(BaseConnection):
             self.close()
             raise
 
+    def call_all(self, messages: Sequence[Any], ends_s: float) -> list[Any]:
+        """See BaseConnection."""
+        self._check_usable()
+        try:
+            self._send_all(messages)
+            return in_order(messages, [self._receive(ends_s) for _ in messages])
+        except BaseException:
+            self.close()
+            raise
+
     def _send(self, frame: bytes, ends_s: float) -> None:
         """Sends waiting frames, then this one, until the deadline."""
         self._set_timeout(ends_s)
@@ -90,8 +101,10 @@ class Connection(BaseConnection):
         self._flush()
 
     def _receive(self, ends_s: float) -> Any:
-        while (answer := self.protocol.receive(self._sock.recv(RECEIVE_BYTES))) is None:
+        answer = self.protocol.received()
+        while answer is None:
             self._set_timeout(ends_s)
+            answer = self.protocol.receive(self._sock.recv(RECEIVE_BYTES))
         return answer
 
     def _set_timeout(self, ends_s: float) -> None:
@@ -147,6 +160,8 @@ class Client(BaseClient, Blocking):
             return exchange.connection.call(step, exchange.ends_s)
         if isinstance(step, Work):
             return step.call()
+        if isinstance(step, Pipeline):
+            return exchange.connection.call_all(step.messages, exchange.ends_s)
         return self._connect(exchange.ends_s)
 
     def _connect(self, ends_s: float) -> Connection:

@@ -50,7 +50,7 @@ class OpenNamespace(Event):
     `domain` selects the extents, and thereby the tenants that may map them. Blocks are misses `ttl_s` after
     their storing (0: never). `extra_bytes` are added to each payload below tier 0, for encryption.
     `block_tokens` are only counted (0: unknown). At a limit, the oldest unused namespaces are closed, unless
-    `may_close` is False. Those `in_use` stay.
+    `may_close` is False. Those `in_use` stay. `independent`: no block has a parent.
     """
 
     request: int
@@ -63,6 +63,7 @@ class OpenNamespace(Event):
     block_tokens: int = 0
     may_close: bool = True
     in_use: frozenset[int] = frozenset()
+    independent: bool = False
 
 
 @dataclass(slots=True)
@@ -176,7 +177,8 @@ class ForgetTenant(Event):
 class Reserve(Event):
     """Reserves slots for those of `keys` (one chain, in order) that are not stored. `parent` precedes them.
 
-    `tier`: see Acquire. `loading`: the blocks are downloaded for a request.
+    Keys of an independent namespace are no chain, and `parent` is empty. `tier`: see Acquire. `loading`: the
+    blocks are downloaded for a request.
     """
 
     request: int

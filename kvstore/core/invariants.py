@@ -81,6 +81,11 @@ def _check_rows(r: Residency) -> None:
     childless = holes[b.children[holes] == 0]
     assert np.isin(childless, list(r.chains.childless)).all(), "a hole without children"
     for namespace in np.unique(b.namespace[used]).tolist():
+        opened = r.namespaces.get(namespace)
+        if opened is not None and opened.independent:
+            own = used[b.namespace[used] == namespace]
+            assert (b.parent[own] < 0).all(), "an independent block with a parent"
+            assert (b.state[own] != HOLE).all(), "a hole in an independent namespace"
         n = int((b.namespace[holes] == namespace).sum())
         assert r.chains.holes[namespace] == n, "holes miscounted"
     assert set(r.pins.ends) == set(np.flatnonzero(b.pinned).tolist()), "pins miscounted"

@@ -279,6 +279,12 @@ class View:
         r = self._residency
         return len(r.prefix(namespace, keys)) if namespace in r.namespaces else 0
 
+    def readable(self, namespace: int, keys: Keys) -> npt.NDArray[np.bool_]:
+        """Returns which keys can be read on this node, each for itself. Does not count as a use."""
+        if namespace not in self._residency.namespaces:
+            return np.zeros(keys.n, np.bool_)
+        return self._residency.readable(namespace, keys)[1]
+
     def in_memory(self, namespace: int, keys: Keys, tier: int) -> bool:
         """Returns whether all keys are known to be in this memory tier. False may also mean unknown."""
         return self._residency.resident_run(namespace, keys, tier) is not None

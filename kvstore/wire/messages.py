@@ -23,7 +23,7 @@ import msgpack
 from kvstore.errors import LocalProtocolError, RemoteProtocolError
 from kvstore.types import MAX_KEY_BYTES
 
-VERSION = 9
+VERSION = 10
 """The newest version of the wire."""
 OLDEST = 7
 """The oldest supported version. New fields are added at the end of a message, `_since` a version. No field
@@ -172,7 +172,8 @@ class Open(_Numbered):
     """Opens the namespace of a layout on this connection. Answered by Opened.
 
     `owner` is the tenant of the namespace ("": the peer's own). Blocks are misses `ttl_s` after their storing
-    (0: the TTL of the tenant's configuration).
+    (0: the TTL of the tenant's configuration). `layout`: the fields of `Layout`, since version 10 with `kind`
+    unless it is "chain". Older daemons refuse it.
     """
 
     layout: dict[str, Any]

@@ -11,6 +11,7 @@ from kvstore import arena
 from kvstore.tiers import ownership
 from kvstore.tiers.network import objects
 from kvstore.tiers.nvme import records, store
+from kvstore.tiers.nvme.generations import MOST_COMMITTED, MOST_PREPARED, NAME_BYTES
 from kvstore.types import HEADER_BYTES, LABEL_BYTES, SLOT_RECORD
 from reference.text import cell
 
@@ -38,7 +39,7 @@ _MEANINGS = {
         "key": "key, padded with zeros",
         "parent": "key of the previous block of the chain, padded with zeros",
         "key_bytes": "length of the key",
-        "parent_bytes": "length of the parent's key; 0: first block of a chain",
+        "parent_bytes": "length of the parent's key; 0: first block of a chain, or an independent block",
         "length": "bytes of payload",
         "checksum": "XXH3 of the payload, seeded with XXH3 of namespace, key and length",
         "last": "last version of the slot",
@@ -108,10 +109,16 @@ with an unknown one start empty.
 LMDB has the tables {", ".join(f"`{table}`" for table in store.TABLES)}. The key of `namespaces` and
 `extents` is a number (u32, big-endian). The key of `blocks` is the number of the namespace (u32,
 big-endian) and the key of the block. `namespaces` has MessagePack arrays: tenant, layout, fingerprint,
-encrypted, readers, TTL in seconds. `extents` has the slot size (u64) and the name of the tenant.
+encrypted, readers, TTL in seconds. A layout is a map of the fields of `Layout`; a chain has no `kind`.
+`extents` has the slot size (u64) and the name of the tenant.
+
+`meta` has `format` and `extent_bytes` (u64), and `generations`: the number of committed names (u64), then
+names of {NAME_BYTES} bytes: at most {MOST_COMMITTED:,} committed ones, the newest last, then at most
+{MOST_PREPARED} prepared ones. Formats 2 and 3 have a number (u64) under `generation` instead.
 
 ### Record of a block
-The key of the parent follows, up to the end of the value; it is empty for the first block of a chain.
+The key of the parent follows, up to the end of the value; it is empty for the first block of a chain
+and for independent blocks.
 """
     yield from offsets("record of a block")
     yield f"""

@@ -91,6 +91,13 @@ class AsyncioDriver:
 Driver = BlockingDriver | AsyncioDriver
 
 
+def _unwrapped(value: Any) -> Any:
+    """An argument as the asyncio client takes it: with its own namespaces."""
+    if isinstance(value, list | tuple):
+        return type(value)(_unwrapped(each) for each in value)
+    return value._inner if isinstance(value, _Blocking) else value
+
+
 class _Blocking:
     """An asyncio client, namespace or reservation whose calls block."""
 
@@ -104,7 +111,7 @@ class _Blocking:
             return value
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            result = self._driver.in_place(lambda: value(*args, **kwargs))
+            result = self._driver.in_place(lambda: value(*_unwrapped(args), **kwargs))
             wrapped = isinstance(result, AsyncNamespace | Reservation)
             return _Blocking(self._driver, result) if wrapped else result
 

@@ -387,3 +387,49 @@ def test_a_peer_that_hangs_up_within_a_frame_ends_the_call(driver: Driver, reade
     assert isinstance(came[0], ConnectionError)
     assert connection.closed
     assert connection.ended()
+
+
+# -- several requests at once
+
+
+def questions(driver: Driver, reader: Reader, count: int) -> Callable[[], list[Any]]:
+    """Asks for one key in each of `count` namespaces, in a thread; returns what waits for the answer."""
+    client = driver.client(f"unix://{reader.path}", deadline_s=DEADLINE_S, strict=True)
+    asked = [(client.namespace(new_layout()), [bytes([i])]) for i in range(count)]
+    pool = ThreadPoolExecutor(1)
+
+    def ask() -> list[Any]:
+        with client:
+            return [[mask.tolist() for mask in client.contains(asked)] for _ in range(2)]
+
+    answer = pool.submit(ask)
+    reader._greeter.join(DEADLINE_S)
+    return lambda: answer.result(DEADLINE_S)
+
+
+def test_questions_about_several_namespaces_take_one_round_trip(driver: Driver, reader: Reader) -> None:
+    result = questions(driver, reader, 5)
+    # All requests are read before the first is answered: a client that waits in between never ends.
+    opens = reader.read(5)
+    assert [type(message) for message in opens] == [m.Open] * 5
+    for message in reversed(opens):
+        reader.send(m.Opened(message.id, message.id, b"f" * 16))
+    numbers = [message.id for message in opens]
+    for stored in (0, 3):
+        asked = reader.read(5)
+        assert [type(message) for message in asked] == [m.Contains] * 5
+        assert [message.namespace for message in asked] == numbers
+        # The order of answers is the daemon's.
+        for message in asked[::-1]:
+            reader.send(m.Presence(message.id, bytes([message.keys[0] == stored])))
+    assert result() == [[[i == stored] for i in range(5)] for stored in (0, 3)]
+
+
+def test_an_answer_to_another_request_ends_the_connection(driver: Driver, reader: Reader) -> None:
+    result = questions(driver, reader, 2)
+    opens = reader.read(2)
+    for _ in opens:
+        reader.send(m.Opened(opens[0].id, 1, b"f" * 16))
+    with pytest.raises(UnavailableError, match="answered other requests"):
+        result()
+    assert reader.drain() == ([], False)

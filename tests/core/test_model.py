@@ -21,7 +21,9 @@ from kvstore.types import ALIGN
 from tests.core.world import World, granted_of, hash_of, joined, payload
 
 CLIENTS = 3
-BLOCK_BYTES = {1: 100, 2: 100, 3: 5000}
+BLOCK_BYTES = {1: 100, 2: 100, 3: 5000, 4: 100}
+INDEPENDENT = 4
+"""The namespace whose blocks have no parents."""
 WAITS = [0.0, 0.004, 0.02, 1.0]
 
 RULES = [
@@ -41,11 +43,13 @@ some = st.integers(0, 255)
 
 
 @st.composite
-def chains(draw: st.DrawFn, namespaces: tuple[int, ...] = (1, 1, 2, 3)) -> tuple[int, list[bytes]]:
-    """(namespace, keys from the root on): prompts that share their beginnings."""
+def chains(draw: st.DrawFn, namespaces: tuple[int, ...] = (1, 1, 2, 3, 4, 4)) -> tuple[int, list[bytes]]:
+    """(namespace, keys from the root on): prompts that share their beginnings, or independent blocks."""
     namespace = draw(st.sampled_from(namespaces))
     stem, branch, n = draw(st.integers(0, 2)), draw(st.integers(0, 1)), draw(st.integers(1, 5))
     keys = [b"s%db%dk%d" % (stem, branch if i >= 2 else 0, i) for i in range(n)]
+    if namespace == INDEPENDENT:
+        keys = draw(st.lists(st.sampled_from(keys), min_size=1, unique=True))
     # Keys of one namespace have one length, the other one's are as long as keys get.
     return namespace, [k.ljust(64, b"\0") if namespace == 2 else k for k in keys]
 
@@ -93,7 +97,7 @@ class Machine(RuleBasedStateMachine):
     def build(self, world: World) -> None:
         self.w = world
         for namespace, block_bytes in BLOCK_BYTES.items():
-            world.open(namespace, block_bytes)
+            world.open(namespace, block_bytes, independent=namespace == INDEPENDENT)
 
     # -- what the model makes of answers
 
@@ -149,7 +153,7 @@ class Machine(RuleBasedStateMachine):
         cut %= len(keys)
         self.salt += 1
         asked = Asked(client, namespace, keys[cut:], self.salt)
-        parent = keys[cut - 1] if cut else b""
+        parent = keys[cut - 1] if cut and namespace != INDEPENDENT else b""
         answer = self.w.reserve(client, namespace, keys[cut:], parent, wait, self.at(place))
         if answer is None:
             self.asked[self.w.last_request] = asked
@@ -209,6 +213,7 @@ class Machine(RuleBasedStateMachine):
         assert all((namespace, key) in self.stored for key, there in zip(keys, mask, strict=True) if there)
         n = self.w.lookup(namespace, keys)
         assert all(mask[:n]), "a block that lookup counts is absent"
+        assert namespace != INDEPENDENT or [*mask, False].index(False) == n, "lookup counts the leading keys"
 
     @rule(chain=chains(), place=places)
     def prefetch(self, chain: tuple[int, list[bytes]], place: int) -> None:
@@ -359,6 +364,7 @@ class Faulty(Machine):
         asked = Asked(client, namespace, [keys[i] for i in order if i < len(keys)], self.salt)
         answer = self.w.reserve(client, namespace, asked.keys, keys[parent % len(keys)])
         assert answer is not None
+        assert namespace != INDEPENDENT or isinstance(answer, ac.Deny), "a parent in an independent namespace"
         self.take_room(asked, answer)
 
     @rule(chain=chains(), wait=st.sampled_from(WAITS), place=places)

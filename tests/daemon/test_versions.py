@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -226,7 +227,7 @@ def test_fields_are_added_at_the_end_and_may_be_absent() -> None:
 
 @pytest.mark.parametrize(
     ("speaks", "theirs", "older"),
-    [((5, 6), "versions 5 to 6", "client"), ((10, 12), "versions 10 to 12", "daemon")],
+    [((5, 6), "versions 5 to 6", "client"), ((11, 12), "versions 11 to 12", "daemon")],
     ids=["too old", "too new"],
 )
 def test_versions_too_far_apart_are_misses_and_both_sides_log_this_once(
@@ -252,10 +253,10 @@ def test_versions_too_far_apart_are_misses_and_both_sides_log_this_once(
         ):
             client.ping()
         monkeypatch.undo()
-        assert f"the client speaks {theirs}, this daemon versions 7 to 9" in str(told.value)
+        assert f"the client speaks {theirs}, this daemon versions 7 to 10" in str(told.value)
         assert f"upgrade the {older}" in str(told.value)
         told_there = [line for line in log_of(daemon).splitlines() if line.startswith("WARNING")]
-        assert [f"speak {theirs}, this daemon versions 7 to 9" in line for line in told_there] == [True]
+        assert [f"speak {theirs}, this daemon versions 7 to 10" in line for line in told_there] == [True]
     told_here = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     # One line a client: the second one is strict.
     assert len(told_here) == 2
@@ -289,6 +290,23 @@ def test_an_older_daemon_is_not_asked_what_it_does_not_know() -> None:
         told = pytest.raises(DeniedError, match="upgrade the daemon: it speaks version 7")
         with Client(daemon.url, deadline_s=10, strict=True) as client, told:
             client.namespace(new_layout()).contains(keys)
+
+
+def test_an_older_daemon_gets_no_independent_namespace() -> None:
+    keys, told = names(3), "upgrade the daemon: it speaks version 7 of the wire, this needs 10"
+    layout = replace(new_layout(), kind="independent")
+    with OldDaemon(SMALL) as daemon:
+        with Client(daemon.url, deadline_s=10) as client:
+            ns = client.namespace(layout)
+            assert ns.put(keys, payloads(keys)).denied == 3
+            assert (ns.lookup(keys), len(ns.acquire(keys))) == (0, 0)
+            assert client.status()["namespaces"] == 0
+        with Client(daemon.url, deadline_s=10, strict=True) as client:
+            ns = client.namespace(layout)
+            for call in (lambda: ns.lookup(keys), lambda: ns.put(keys, payloads(keys)), ns.invalidate):
+                with pytest.raises(DeniedError, match="does not know independent namespaces") as denied:
+                    call()
+                assert denied.value.hint == told
 
 
 def test_engines_go_on_over_an_upgrade_of_the_daemon() -> None:

@@ -40,8 +40,10 @@ SPACES = (
     Space("two", Layout("a", 4096)),
     Space("two", Layout("c", 3000)),
     Space("two", Layout("d", 4000), ttl_s=0.5),
+    Space("one", Layout("e", 4096, kind="independent")),
+    Space("two", Layout("e", 3000, kind="independent")),
 )
-SHARED = (0, 1, 4)
+SHARED = (0, 1, 4, 7)
 """Those that are published to the other tenant now and then."""
 _GRACE_S = 0.065  # a copy that has begun goes on to its end, and threads take up to 20 ms to notice anything
 
@@ -50,6 +52,12 @@ def chain(dice: random.Random) -> list[bytes]:
     """Keys of a prompt from its root on; prompts share their beginnings."""
     stem, branch, n = dice.randrange(4), dice.randrange(2), dice.randint(1, 20 if dice.random() < 0.1 else 6)
     return [b"s%db%dk%02d" % (stem, branch if i >= 2 else 0, i) for i in range(n)]
+
+
+def keys_of(dice: random.Random, space: int) -> list[bytes]:
+    """Keys of a prompt; of independent blocks, some of them in any order."""
+    keys = chain(dice)
+    return dice.sample(keys, dice.randint(1, len(keys))) if SPACES[space].layout.independent else keys
 
 
 class Engine:
@@ -64,7 +72,7 @@ class Engine:
         deadline_s = self.dice.choice((0.02, 0.5, 5.0)) if busy else 5.0
         self.client = AsyncClient("unix:///simulated", tenant, deadline_s)
         self.strict_client = AsyncClient("unix:///simulated", tenant, deadline_s, strict=True)
-        self.own = [i for i, space in enumerate(SPACES) if space.owner == tenant]
+        self.own = [i for i in world.spaces if SPACES[i].owner == tenant]
         self.spaces = [self._namespace(self.client, space) for space in SPACES]
         self.strict = [self._namespace(self.strict_client, space) for space in SPACES]
         self.pace_s = self.dice.choice((0.0005, 0.01, 1.0))
@@ -82,6 +90,7 @@ class Engine:
 
     async def _live(self) -> None:
         more = _WITH_A_GPU if self.world.gpu is not None else {}
+        more = more | _WITH_KINDS if self.world.has_kinds else more
         names, weights = zip(*(_WEIGHTS | more).items(), strict=True)
         while not self.world.ending:
             await asyncio.sleep(self.dice.expovariate(1 / self.pace_s))
@@ -120,8 +129,9 @@ class Engine:
 
     def _some(self, own: bool = False) -> tuple[int, Any, list[bytes]]:
         """(number of a namespace, it, keys): often what somebody has just had to do with."""
-        foreign = [i for i in SHARED if i not in self.own]
-        space, keys = self.dice.choice([*self.own, *([] if own else foreign * 2)]), chain(self.dice)
+        foreign = [i for i in SHARED if i in self.world.spaces and i not in self.own]
+        space = self.dice.choice([*self.own, *([] if own else foreign * 2)])
+        keys = keys_of(self.dice, space)
         if self.dice.random() < 0.3 and (self.world.recent[0] in self.own or not own):
             space, keys = self.world.recent
         self.world.recent = space, keys
@@ -134,7 +144,8 @@ class Engine:
     async def store(self, space: int, ns: Any, keys: list[bytes]) -> int:
         """Puts a chain from a random place on; how many blocks were stored."""
         start = self.dice.randrange(len(keys)) if self.dice.random() < 0.3 else 0
-        parent, keys = (keys[start - 1] if start else None), keys[start:]
+        has_parent = start and not ns.layout.independent
+        parent, keys = (keys[start - 1] if has_parent else None), keys[start:]
         salt = self.world.new_salt()
         blocks = [self.world.payload(space, key, salt) for key in keys]
         puts = self.world.oracle.put_begins(space, keys, salt)
@@ -167,6 +178,7 @@ class Engine:
         for i in range(n):
             self.check(space, keys[i], bytes(out[i * size : (i + 1) * size]), began, at)
         self.world.counts["hits"] += n
+        self.world.counts["hits of independent blocks"] += n if ns.layout.independent else 0
         self.world.counts["hits of others"] += n if space not in self.own else 0
         self.world.counts["misses"] += len(keys) - n
         return int(n)
@@ -240,6 +252,20 @@ class Engine:
     async def lookup(self) -> None:
         space, ns, keys = self._some()
         await self._timed(f"lookup {space} {keys[-1].decode()}", ns.lookup(keys))
+
+    async def contains(self) -> None:
+        """One question for several namespaces: what is said to be stored may be."""
+        spaces = [self._some() for _ in range(self.dice.randint(1, 4))]
+        began, at = self.world.oracle.tick(), self.world.loop.now
+        asked = self.client.contains([(ns, keys) for _, ns, keys in spaces])
+        masks = await self._timed(f"contains {[space for space, _, _ in spaces]}", asked)
+        for (space, _, keys), mask in zip(spaces, masks, strict=True):
+            for key in (key for key, there in zip(keys, mask.tolist(), strict=True) if there):
+                self.world.counts["present"] += 1
+                if space not in self.own and not self.world.oracle.may_read(space, began):
+                    self.world.fail("never mixing", f"{self.tenant} was told of {key!r} of {SPACES[space]}")
+                if not self.world.oracle.may_be_stored(space, key, began, at):
+                    self.world.fail("what is said to be stored may be", f"{key!r} of {SPACES[space]}")
 
     async def prefetch(self) -> None:
         space, ns, keys = self._some()
@@ -336,9 +362,7 @@ class Engine:
         elif kind == 2:
             await self._timed("put twice", ns.put([keys[0], keys[0]], [bytes(ns.layout.block_bytes)] * 2))
         elif kind == 3:
-            await self._timed(
-                "put orphan", ns.put([b"orphan"], [bytes(ns.layout.block_bytes)], b"no such key")
-            )
+            await self._orphan(ns)
         elif kind == 4:
             try:
                 await ns.put([b""], [b""])
@@ -347,6 +371,17 @@ class Engine:
             self.world.fail("misuse raises", "an empty key was taken")
         elif link is not None:
             link.post(m.Suspect(0, self.dice.randrange(5), len(keys[0]), b"".join(keys)))
+
+    async def _orphan(self, ns: Any) -> None:
+        put = ns.put([b"orphan"], [bytes(ns.layout.block_bytes)], b"no such key")
+        if not ns.layout.independent:
+            await self._timed("put orphan", put)
+            return
+        try:
+            await put
+        except MisuseError:
+            return
+        self.world.fail("misuse raises", "an independent block was given a parent")
 
 
 _WEIGHTS = {
@@ -368,3 +403,4 @@ _UNKNOWN = 1 << 20
 """Leases and reservations have lower numbers. Those of other connections can't be named."""
 
 _WITH_A_GPU = {"lease": 20, "room": 15, "prefetch": 5}
+_WITH_KINDS = {"contains": 6}

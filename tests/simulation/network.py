@@ -11,12 +11,13 @@ import contextlib
 import os
 import random
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from kvstore.client.connection import in_order
 from kvstore.client.extents import Maps
 from kvstore.client.protocol import ProtocolState
 from kvstore.types import SLOT_RECORD
@@ -257,6 +258,13 @@ class Link:
             answer, self._descriptor = await self._receive()
             return answer
 
+    async def call_all(self, messages: Sequence[Any], ends_s: float) -> list[Any]:
+        self._check()
+        async with self._until(ends_s):
+            for message in messages:
+                self._send(self.protocol.send(message), message)
+            return in_order(messages, [(await self._receive())[0] for _ in messages])
+
     def take_descriptor(self) -> int:
         descriptor, self._descriptor = self._descriptor, -1
         return descriptor
@@ -334,6 +342,8 @@ class Link:
 
     async def _receive(self) -> tuple[Any, int]:
         got = -1
+        if (answer := self.protocol.received()) is not None:
+            return answer, got
         while True:
             while not self._received:
                 self._check()

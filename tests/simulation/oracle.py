@@ -98,6 +98,12 @@ class Oracle:
             if (not put.removed or put.removed > began) and put.over_at >= at
         )
 
+    def may_be_stored(self, space: int, key: bytes, began: int, at: float) -> bool:
+        """Whether a question that began then (`at` in simulated time) may be told that this key is stored."""
+        return any(
+            (not put.removed or put.removed > began) and put.over_at >= at for put in self._puts[space, key]
+        )
+
     def is_forgotten(self, space: int, key: bytes, data: bytes) -> bool:
         """Whether these are the bytes of a put that was invalidated, which has been answered."""
         return any(

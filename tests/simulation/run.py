@@ -57,7 +57,10 @@ class Outcome:
 
 
 class World:
-    """Everything of one run. `plain`: blocks leave by LRU, and all are written down, to `one_device`."""
+    """Everything of one run. `plain`: blocks leave by LRU, and all are written down, to `one_device`.
+
+    `chains`: no namespace is of independent blocks.
+    """
 
     def __init__(
         self,
@@ -65,6 +68,7 @@ class World:
         trace: Callable[[str], None] | None = None,
         plain: bool = False,
         one_device: bool = False,
+        chains: bool = False,
     ) -> None:
         self.dice = dice = random.Random(seed)
         self._hash = hashlib.blake2b(digest_size=16)
@@ -97,6 +101,11 @@ class World:
         self.gpu = Gpus(pools) if not (plain or one_device) and pools.random() < 0.3 else None
         if self.gpu is not None:
             setup.draw_hbm(pools)
+        # And for independent namespaces: whether there are some.
+        has_kinds = not (plain or one_device or chains) and random.Random(f"kinds {seed}").random() < 0.5
+        self.spaces = [i for i, space in enumerate(SPACES) if has_kinds or not space.layout.independent]
+        self.has_kinds = has_kinds
+        self.counts["with independent namespaces"] += has_kinds
         self.ending = False
         self.quotas = audit.Quotas()
         self.recent = (0, [b"s0b0k00"])
@@ -534,10 +543,14 @@ class World:
 
 
 def simulate(
-    seed: int, trace: Callable[[str], None] | None = None, plain: bool = False, one_device: bool = False
+    seed: int,
+    trace: Callable[[str], None] | None = None,
+    plain: bool = False,
+    one_device: bool = False,
+    chains: bool = False,
 ) -> Outcome:
     """Runs one seed. See World."""
-    world = World(seed, trace, plain, one_device)
+    world = World(seed, trace, plain, one_device, chains)
     violation = ""
     with in_simulation(world):
         try:

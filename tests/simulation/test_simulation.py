@@ -40,6 +40,7 @@ from kvstore.daemon.tenancy.catalog import NamespaceCatalog
 from kvstore.daemon.tenancy.recovery import Recovery
 from kvstore.tiers.nvme import reads
 from kvstore.tiers.nvme import recovery as nvme_recovery
+from kvstore.tiers.nvme.generations import History
 from kvstore.tiers.nvme.journal import Journal, _Change, _Put
 from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.tiers.nvme.writes import BlockWriter
@@ -48,6 +49,7 @@ from tests.simulation.run import simulate
 
 SEEDS = 300
 OF_POOLS = ("with a pool", "pool lost", "blocks read from a pool", "blocks copied by the GPU")
+OF_KINDS = ("with independent namespaces", "hits of independent blocks", "present")
 BREAKS_WITHIN = 300
 """How many seeds it may take to catch code that was broken on purpose."""
 
@@ -60,7 +62,14 @@ def test_every_property_holds(first: int) -> None:
     failed = [o for o in outcomes if o.violation]
     assert not failed, "\n".join(f"seed {o.seed}: {o.violation}" for o in failed)
     counts = sum((o.counts for o in outcomes), Counter[str]())
-    for what in ("with two devices", "devices came", "devices left", "restarts_checked", *OF_POOLS):
+    for what in (
+        "with two devices",
+        "devices came",
+        "devices left",
+        "restarts_checked",
+        *OF_POOLS,
+        *OF_KINDS,
+    ):
         assert counts[what], f"no run of these sees {what}"
 
 
@@ -87,24 +96,24 @@ FOUND_SINCE = {
 
 @pytest.mark.parametrize("seed", FOUND_SINCE)
 def test_found_failures_stay_fixed_with_all_features(seed: int) -> None:
-    assert not simulate(seed).violation, FOUND_SINCE[seed]
+    assert not simulate(seed, chains=True).violation, FOUND_SINCE[seed]
 
 
 def test_a_device_that_was_away_is_up_to_date_only_when_it_has_forgotten(monkeypatch: Patch) -> None:
     order: list[tuple[Journal, str]] = []
-    load, put = NvmeTier.load, Journal.put_generation
+    load, put = NvmeTier.load, Journal.put_generations
 
     def loads(device: NvmeTier, keep: bool = True) -> Any:
         order.append((device.journal, "keeps" if keep else "forgets"))
         return load(device, keep)
 
-    def puts(journal: Journal, generation: int) -> None:
+    def puts(journal: Journal, history: History) -> None:
         order.append((journal, "is up to date"))
-        put(journal, generation)
+        put(journal, history)
 
     monkeypatch.setattr(NvmeTier, "load", loads)
-    monkeypatch.setattr(Journal, "put_generation", puts)
-    simulate(1646)
+    monkeypatch.setattr(Journal, "put_generations", puts)
+    simulate(1646, chains=True)
     away = [device for device, what in order if what == "forgets"]
     assert away, "no device was away"
     for device in away:
@@ -407,7 +416,7 @@ OBVIOUS = {free_while_read, early_reading, readable_leftovers, given_back_in_dra
 def test_injected_bugs_are_caught(broken: Callable[[Patch], None], monkeypatch: Patch) -> None:
     broken(monkeypatch)
     for seed in range(1, BREAKS_WITHIN):
-        violation = simulate(seed, one_device=broken not in SEVERAL).violation
+        violation = simulate(seed, one_device=broken not in SEVERAL, chains=True).violation
         if violation:
             assert any(what in violation for what in CAUGHT_AS[broken]), f"seed {seed}: {violation}"
             return

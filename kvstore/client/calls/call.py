@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
@@ -25,7 +25,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 Flow = Generator[Any, Any, R]
-"""The steps of a call. A step is a request message, `Work` or `Connect`; its result is sent back in.
+"""The steps of a call: request messages, `Pipeline`, `Work`, `Connect`. The result of each is sent back in.
 
 Exceptions of a step are raised in the flow. The flow returns the result of the call.
 """
@@ -42,6 +42,13 @@ class Work(Step):
     """Runs `call`, which copies bytes and may take long: outside the event loop if there is one."""
 
     call: Callable[[], Any]
+
+
+@dataclass(slots=True)
+class Pipeline(Step):
+    """Sends requests before any of them is answered; the result is the list of their answers."""
+
+    messages: Sequence[Any]
 
 
 @dataclass(slots=True)

@@ -1,19 +1,42 @@
-"""Calls without a namespace: deletion of models and tenants, explanations, operator commands."""
+"""Calls on several namespaces or none: presence, deletion, explanations, operator commands."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from kvstore.client.calls.call import Call, Exchange, Flow, R, call
-from kvstore.client.calls.scope import Chain, checked, value_of
+from kvstore.client.calls.presence import contains_all
+from kvstore.client.calls.scope import Chain, Scoped, checked, scope_of, value_of
 from kvstore.client.checks import check_deadline, check_names, check_owner
 from kvstore.types import EXPLAIN_KEYS, Key, check_tenant
 from kvstore.wire import messages as m
 
 
 class ClientCalls:
-    """The calls of a client without a namespace."""
+    """The calls of a client that are not of one namespace."""
+
+    strict: bool
+
+    @call
+    def contains(
+        self, questions: Sequence[tuple[Scoped, Sequence[Key]]], deadline_s: float | None = None
+    ) -> Call[list[npt.NDArray[np.bool_]]]:
+        """Returns which keys are stored in several namespaces: one array of bools for each question.
+
+        A question is a namespace of this client and its keys. All are sent before the first is answered: one
+        round trip for up to 512 namespaces, one more if some are not open yet. A namespace that the daemon
+        refuses has no keys (raises DeniedError if strict). See the `contains` of a namespace.
+        """
+        asked = [(scope_of(namespace, self), Chain(keys)) for namespace, keys in questions]
+
+        def miss() -> list[npt.NDArray[np.bool_]]:
+            return [np.zeros(len(chain), np.bool_) for _, chain in asked]
+
+        return Call(lambda exchange: contains_all(exchange, asked, self.strict), deadline_s, miss)
 
     @call
     def invalidate(self, model: str = "", revision: str = "") -> Call[int]:

@@ -10,18 +10,24 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.client.calls.call import Call, Exchange, Flow, Work, call
-from kvstore.client.calls.scope import Chain, Scope, Scoped, checked, map_slots, open_namespace, value_of
+from kvstore.client.calls.presence import contains
+from kvstore.client.calls.scope import (
+    Chain,
+    Scope,
+    Scoped,
+    checked,
+    map_slots,
+    open_namespace,
+    value_of,
+)
 from kvstore.client.checks import check_device, check_out, check_speed, recompute_s, with_wait
 from kvstore.client.gpu import DeviceLease
 from kvstore.client.leases import Buffer, Lease, Slots
 from kvstore.client.prompts import PromptRequests
 from kvstore.cuda.device import Gpu
-from kvstore.errors import DeniedError, RemoteProtocolError, TierError
+from kvstore.errors import DeniedError, TierError
 from kvstore.types import SLOT_RECORD, Key, check_keys
 from kvstore.wire import messages as m
-
-CONTAINS_SINCE = 9
-"""The version of the wire that introduced Contains."""
 
 SAMPLE_FROM = 512
 """A lookup of at least this number of keys sends a sample of them first."""
@@ -40,6 +46,8 @@ class ReadCalls(Scoped):
     ) -> Call[int]:
         """Returns how many leading keys are stored. The blocks are not leased: `acquire` may find fewer.
 
+        In an independent namespace, `contains` says the same of all keys, for the same effort.
+
         With `recompute_tokens_per_s` (tokens/s; None: the client's), counts only blocks that are faster to
         load than to recompute.
 
@@ -49,7 +57,7 @@ class ReadCalls(Scoped):
         that were looked up belong to the same prompt; `put` and `reserve` end it. Pass `prompt` where
         several processes make requests for one prompt.
         """
-        check_keys(keys if len(keys) < SAMPLE_FROM else keys[:1])
+        check_keys(keys if len(keys) < SAMPLE_FROM or self.layout.independent else keys[:1])
         block_s = self._recompute_s(recompute_tokens_per_s)
         return Call(lambda exchange: lookup(exchange, self._scope, keys, block_s, prompt), deadline_s, int)
 
@@ -105,6 +113,9 @@ class ReadCalls(Scoped):
     ) -> Call[Lease]:
         """Returns a lease on the longest prefix that is ready in time. Its blocks are read without a copy.
 
+        In an independent namespace, `keys` are the blocks that the caller wants, whatever lies between them
+        in the prompt: the lease has the leading keys that are ready.
+
         `recompute_tokens_per_s`, `prompt`: see lookup. With `device` (0, "cuda:0", a UUID) the result is a
         `DeviceLease`, whose blocks are in that GPU's memory: in the daemon's pool on the GPU, or copied from
         DRAM. Raises MisuseError if the GPU or kvstore[cuda] is missing.
@@ -134,7 +145,7 @@ def lookup(
 
     The parent of a stored block is stored. So a lookup of a long prompt first sends every k-th key, then the
     keys between the last one found and the next: two short requests instead of a long one. It sends all keys
-    if parents are missing, or if the load time matters.
+    if parents are missing, if the load time matters, or if the blocks are independent.
     """
     namespace, _ = yield from open_namespace(exchange, scope)
     requests = scope.prompts.of_lookup(scope.name, keys, prompt)
@@ -152,8 +163,8 @@ def lookup(
     if not keys and requests.new_blocks:
         return (yield from found_of(0, keys))
     batch = exchange.protocol.batch_keys
-    step = int(len(keys) ** 0.5)
-    if len(keys) >= SAMPLE_FROM and step + 2 < batch and not recompute_s:
+    step = 0 if scope.layout.independent else int(len(keys) ** 0.5)
+    if step and len(keys) >= SAMPLE_FROM and step + 2 < batch and not recompute_s:
         answer = yield message(keys[step - 1 :: step], -(-requests.known() // step), step)
         start = value_of(answer) * step
         requests.note_answer(0, 0 if answer.gaps else start)
@@ -168,24 +179,6 @@ def lookup(
         if found < len(some):
             break
     return total
-
-
-def contains(exchange: Exchange, scope: Scope, chain: Chain) -> Flow[npt.NDArray[np.bool_]]:
-    """Returns which keys are stored. Raises DeniedError if the daemon is too old to be asked."""
-    version, batch = exchange.protocol.version, exchange.protocol.batch_keys
-    if version < CONTAINS_SINCE:
-        hint = f"upgrade the daemon: it speaks version {version} of the wire, this needs {CONTAINS_SINCE}"
-        raise DeniedError("the daemon does not know `contains`", hint)
-    namespace, _ = yield from open_namespace(exchange, scope)
-    masks = []
-    for at in range(0, len(chain), batch):
-        part = chain.part(at, batch)
-        answer = yield m.Contains(0, namespace, part.key_bytes, part.joined, exchange.left_s())
-        mask = np.frombuffer(checked(answer).mask, np.uint8) != 0
-        if len(mask) != len(part):
-            raise RemoteProtocolError(f"the presence of {len(mask)} keys instead of {len(part)}")
-        masks.append(mask)
-    return np.concatenate(masks) if masks else np.empty(0, np.bool_)
 
 
 def acquire(

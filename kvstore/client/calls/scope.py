@@ -13,9 +13,12 @@ from kvstore.client.calls.call import Call, Exchange, Flow, Work
 from kvstore.client.gpu import open_extent
 from kvstore.client.leases import Slots
 from kvstore.client.prompts import Prompts
-from kvstore.errors import DeniedError
+from kvstore.errors import DeniedError, MisuseError
 from kvstore.types import HBM_EXTENTS, SLOT_RECORD, Key, Layout, check_keys
 from kvstore.wire import messages as m
+
+KINDS_SINCE = 10
+"""The version of the wire that introduced independent namespaces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +38,21 @@ class Scope:
         """Identifies the namespace among those of the client."""
         return self.layout, self.owner
 
+    @property
+    def key(self) -> tuple[int, str, float]:
+        """Identifies the namespace on a connection.
+
+        By identity: hashing the eight fields of a layout costs more than the rest of opening it again.
+        """
+        return id(self.layout), self.owner, self.ttl_s
+
+    def open_message(self) -> m.Open:
+        """Returns the request that opens the namespace."""
+        return m.Open(0, self.layout.to_map(), self.owner, self.ttl_s)
+
 
 class Chain:
-    """Keys of one prompt in order: `keys` as passed by the caller, `joined` as sent.
+    """Keys of one call in order: `keys` as passed by the caller, `joined` as sent.
 
     Each key has `key_bytes` bytes. Raises MisuseError for keys that are empty, too long or not of one length.
     """
@@ -65,13 +80,26 @@ class Chain:
 def open_namespace(exchange: Exchange, scope: Scope) -> Flow[tuple[int, bytes]]:
     """Returns (number, fingerprint) of the namespace on this connection. Opens it on first use."""
     layout, protocol = scope.layout, exchange.protocol
-    # By identity: hashing the seven fields of a layout costs more than the rest of this step.
-    name = id(layout), scope.owner, scope.ttl_s
-    opened = protocol.namespace(name)
+    opened = protocol.namespace(scope.key)
     if opened is None:
-        answer = checked((yield m.Open(0, layout.to_map(), scope.owner, scope.ttl_s)))
-        opened = protocol.opened(name, (answer.namespace, answer.fingerprint, layout))
+        check_kind(exchange, layout)
+        answer = checked((yield scope.open_message()))
+        opened = protocol.opened(scope.key, (answer.namespace, answer.fingerprint, layout))
     return opened[:2]
+
+
+def check_kind(exchange: Exchange, layout: Layout) -> None:
+    """Raises DeniedError if the daemon does not know independent namespaces: it would see a chain."""
+    if layout.independent:
+        check_version(exchange, KINDS_SINCE, "independent namespaces")
+
+
+def check_version(exchange: Exchange, since: int, what: str) -> None:
+    """Raises DeniedError unless the daemon speaks version `since` of the wire, which introduced `what`."""
+    version = exchange.protocol.version
+    if version < since:
+        hint = f"upgrade the daemon: it speaks version {version} of the wire, this needs {since}"
+        raise DeniedError(f"the daemon does not know {what}", hint)
 
 
 def count(exchange: Exchange, scope: Scope, make: Callable[..., Any], chain: Chain, *more: Any) -> Flow[int]:
@@ -139,3 +167,10 @@ class Scoped:
         self._scope = scope
         self._client = client
         self._perform = client._perform
+
+
+def scope_of(namespace: object, client: object) -> Scope:
+    """Returns the scope of a namespace. Raises MisuseError if it is not one of this client."""
+    if not isinstance(namespace, Scoped) or namespace._client is not client:
+        raise MisuseError("a namespace of another client", "make all with `namespace` of this client")
+    return namespace._scope

@@ -35,12 +35,12 @@ class WriteCalls(Scoped):
 
         All of them may be device arrays of one GPU. Kernels that write these arrays must have ended.
 
-        `parent` is the key before keys[0], None at the start of a prompt. Stored blocks are not written
-        again. `tokens`: the token ids of all blocks, `layout.block_tokens` each, which the
-        daemon publishes in KV events; None: no events for these blocks.
+        `parent` is the key before keys[0], None at the start of a prompt and in an independent namespace.
+        Stored blocks are not written again. `tokens`: the token ids of all blocks, `layout.block_tokens`
+        each, which the daemon publishes in KV events; None: no events for these blocks.
         """
         chain = Chain(keys)
-        check_parent(parent)
+        check_parent(parent, self.layout)
         token_ids = check_token_ids(tokens, keys, self.layout)
         views, gpu = check_blocks(keys, blocks, self.layout.block_bytes)
 
@@ -64,7 +64,7 @@ class WriteCalls(Scoped):
         pool on the GPU if possible. `tokens`: see put. The `commit` of an asyncio client is awaited.
         """
         chain = Chain(keys)
-        check_parent(parent)
+        check_parent(parent, self.layout)
         token_ids = check_token_ids(tokens, keys, self.layout)
         gpu = check_device(device)
 
@@ -121,7 +121,7 @@ def put(
         total.present += result.present
         total.denied += result.denied
         total.why = total.why or result.why
-        parent = part.keys[-1]
+        parent = None if scope.layout.independent else part.keys[-1]
     return total
 
 

@@ -20,7 +20,8 @@ from kvstore.core.residency.residency import Residency
 def hint(leases: LeaseTable, event: ev.Hint, now: float) -> None:
     """Applies a hint. Answers with the number of leading blocks that are stored.
 
-    Other sessions may share the start of a chain, so a hint applies only to the session's own end of it.
+    Other sessions may share the start of a chain, so a hint applies only to the session's own end of it. A
+    hint about independent blocks applies to all of them.
     """
     namespace = leases.namespace(event)
     if namespace is None:
@@ -30,7 +31,9 @@ def hint(leases: LeaseTable, event: ev.Hint, now: float) -> None:
     leases.say(Answer(event.request, len(rows)))
     if not len(rows):
         return
-    own = own_end(r, r.chains.with_ancestors(rows), goes_on=not event.closed and event.priority >= 0)
+    own = rows
+    if not namespace.independent:
+        own = own_end(r, r.chains.with_ancestors(rows), goes_on=not event.closed and event.priority >= 0)
     r.reuse.history.set_priority(rows if event.priority > 0 else own, event.priority > 0)
     if event.closed:
         r.reuse.hinted(own, namespace.tenant, None, now)

@@ -36,6 +36,10 @@ class NamespaceTable:
             known.ttl_s = event.ttl_s
             known.has_ttl |= event.ttl_s > 0
             known.block_tokens = event.block_tokens
+            if event.independent and not known.independent:
+                # The headers of kept memory do not tell the kind.
+                known.independent = True
+                self._r.chains.separate(event.namespace)
             self._leases.say(Answer(event.request, event.namespace))
         elif (full := self._full(event)) is not None:
             self._leases.deny(event.request, *full)
@@ -53,7 +57,13 @@ class NamespaceTable:
         ends = event.ttl_s > 0
         tokens = event.block_tokens
         r.namespaces[number] = Namespace(
-            number, event.block_bytes, pools, event.ttl_s, ends, block_tokens=tokens
+            number,
+            event.block_bytes,
+            pools,
+            event.ttl_s,
+            ends,
+            block_tokens=tokens,
+            independent=event.independent,
         )
         # Another namespace may have had this number.
         r.topology.recompute_s[number] = 0.0

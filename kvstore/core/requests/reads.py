@@ -97,7 +97,8 @@ class Reads:
         # A binary search would be wrong while parents may be missing or being written.
         r = self._r
         gaps = (
-            r.chains.holes[event.namespace] > 0
+            namespace.independent
+            or r.chains.holes[event.namespace] > 0
             or self._leases.writers[event.namespace] > 0
             or r.topology.out_of_reach
         )

@@ -52,7 +52,8 @@ def restore(leases: LeaseTable, event: ev.Restore, write_down: bool) -> None:
         if write_down:
             leases.transfers.queue_writes(rows)
     for namespace in np.unique(event.namespace).tolist():
-        _link(r, event, taken, namespace)
+        if not leases.namespaces[namespace].independent:
+            _link(r, event, taken, namespace)
     r.outbox.report(event.tier, taken[taken >= 0], gained=True)
     r.counters[f"restored_blocks_{r.tiers[event.tier].spec.name}"] += len(group)
 

@@ -1,4 +1,4 @@
-"""Requests that write: reservations of slots for new blocks of a chain, then commit or abort."""
+"""Requests that write: reservations of slots for new blocks, then commit or abort."""
 
 from __future__ import annotations
 
@@ -19,16 +19,27 @@ from kvstore.core.residency.namespace import Namespace
 
 @dataclass(slots=True)
 class _Chain:
-    """The keys of a Reserve, one entry a key: rows (-1: none) and their states. `parents`: the rows before.
-
-    `parents` has one entry more, the row of the last key.
+    """The keys of a Reserve, one entry a key: rows (-1: none) and their states. `before`: the row before the
+    first key, -1 at a root.
     """
 
     event: ev.Reserve
     namespace: Namespace
     rows: Rows
     state: npt.NDArray[np.uint8]
-    parents: Rows
+    before: int
+
+    def parent_of(self, i: int) -> int:
+        """Returns the parent's row of key i, -1 for a root."""
+        if self.namespace.independent:
+            return -1
+        return int(self.rows[i - 1]) if i else self.before
+
+    def parents_of(self, which: Rows) -> Rows:
+        """Returns the parents' rows of some keys."""
+        if self.namespace.independent:
+            return np.full(len(which), -1)
+        return np.concatenate(([self.before], self.rows))[which]
 
 
 class Writes:
@@ -51,7 +62,10 @@ class Writes:
             hint = f"at most {self._leases.limits.reserve_keys} keys a reservation"
             return deny(event.request, f"{keys.n} keys in one reservation", hint)
         if len({keys[i] for i in range(keys.n)}) != keys.n:
-            return deny(event.request, "a key occurs twice in one call", "keys are one chain")
+            return deny(event.request, "a key occurs twice in one call", "name each block once")
+        if event.parent and namespace.independent:
+            why = "blocks of an independent namespace have no parent"
+            return deny(event.request, why, "leave out the parent")
         if namespace.has_ttl:
             self._drop_expired(event, now)
         parent = -1
@@ -70,7 +84,7 @@ class Writes:
         tier = self._leases.tier_for(event, namespace, namespace.tenant)
         if tier != event.tier:
             event = replace(event, tier=tier)
-        chain = _Chain(event, namespace, rows, state, np.concatenate(([parent], rows)))
+        chain = _Chain(event, namespace, rows, state, parent)
         earn, n = self._make_room(chain, want, now)
         if n < len(want) and event.tier:
             # A chain that does not fit into GPU memory goes to DRAM as a whole.
@@ -100,13 +114,13 @@ class Writes:
             self._r.counters["expired_blocks"] += self._invalidation.forget(rows, DecisionKind.EXPIRED)
 
     def _make_room(self, chain: _Chain, want: Rows, now: float) -> tuple[float, int]:
-        """Makes room for keys without evicting the chain that they continue.
+        """Makes room for keys without evicting those that are stored, or the chain that they continue.
 
         Returns what a slot would earn with them (uses/s), and how many keys have room.
         """
         r, event, namespace = self._r, chain.event, chain.namespace
         earn = self._earn(chain, want, now)
-        guarded = np.unique(chain.parents)
+        guarded = np.unique(np.append(chain.rows, chain.before))
         guarded = guarded[guarded >= 0]
         r.blocks.children[guarded] += 1
         self._eviction.make_rows(int((chain.rows < 0).sum()), namespace.tenant)
@@ -126,8 +140,10 @@ class Writes:
         if not self._eviction.weighs(event.tier, namespace.pools[event.tier]):
             return math.inf
         first = int(want[0])
-        words, parent = event.keys.words[first], int(chain.parents[first])
-        return r.reuse.density_if_stored(words, event.namespace, parent, len(want), namespace.tenant, now)
+        words, n = event.keys.words[first], 1 if namespace.independent else len(want)
+        return r.reuse.density_if_stored(
+            words, event.namespace, chain.parent_of(first), n, namespace.tenant, now
+        )
 
     def _count_refused(self, chain: _Chain, which: Rows, now: float) -> None:
         """Counts a use of keys that are not stored: they are worth more when they return."""
@@ -135,8 +151,9 @@ class Writes:
         rows = blocks.take(chain.event.namespace, chain.event.keys, which)
         if len(rows):
             # As if stored, because a new block inherits from its parent.
-            blocks.parent[rows] = np.append(chain.parents[which[0]], rows[:-1])
-            self._r.reuse.passed_by(rows, chain.namespace.tenant, now)
+            if not chain.namespace.independent:
+                blocks.parent[rows] = np.append(chain.parent_of(int(which[0])), rows[:-1])
+            self._r.reuse.passed_by(rows, chain.namespace.tenant, now, chain.namespace.independent)
             blocks.give_back(rows)
 
     def _give_slots(self, chain: _Chain, want: Rows, why: str) -> None:
@@ -151,7 +168,7 @@ class Writes:
             r.blocks.give_back(taken[len(want[state[want] == FREE]) :])
             new = want[state[want] == FREE]
             taken = taken[: len(new)]
-        rows[new] = chain.parents[new + 1] = taken
+        rows[new] = taken
         if len(taken):
             r.index.add(taken)
         filled = rows[want]
@@ -159,7 +176,7 @@ class Writes:
         r.chains.holes[event.namespace] -= len(holes)
         r.blocks.state[filled] = RESERVED
         orphan = r.blocks.parent[filled] < 0
-        r.chains.link(filled[orphan], chain.parents[want[orphan]])
+        r.chains.link(filled[orphan], chain.parents_of(want[orphan]))
         status = np.full(event.keys.n, DENIED, np.uint8)
         status[state == LIVE] = PRESENT
         status[state == RESERVED] = PENDING
@@ -201,7 +218,7 @@ class Writes:
         if namespace.ttl_s and len(rows):
             r.blocks.expires[rows] = now + namespace.ttl_s
             self._leases.end_at(now + namespace.ttl_s)
-        r.reuse.stored(rows, namespace.tenant, now)
+        r.reuse.stored(rows, namespace.tenant, now, namespace.independent)
         r.place(at, rows, slots)
         r.tiers[at].slots.release(slots)
         if len(rows):

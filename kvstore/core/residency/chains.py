@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.blocks.block_table import HOLE, Blocks, Rows
+from kvstore.core.blocks.block_table import FREE, HOLE, Blocks, Rows
 from kvstore.core.blocks.index import Index
 from kvstore.core.jobs import Job
 from kvstore.core.reuse.reuse import Reuse
@@ -104,6 +104,14 @@ class Chains(Job):
             if self._parent_of[first] < 0:
                 return first, budget
         return -1, budget
+
+    def separate(self, namespace: int) -> None:
+        """Makes all rows of a namespace roots. Frees its holes."""
+        blocks = self._blocks
+        n = blocks.rows_touched
+        rows = np.flatnonzero((blocks.namespace[:n] == namespace) & (blocks.state[:n] != FREE))
+        blocks.parent[rows], blocks.children[rows] = -1, 0
+        self.remove(rows[blocks.state[rows] == HOLE])
 
     def _set_parents(self, rows: Rows, parents: Rows) -> None:
         self._blocks.parent[rows] = parents

@@ -17,7 +17,8 @@ class Namespace:
 
     `relocated`: blocks may still lie in the pool of an earlier domain. `ttl_s`: time to live of blocks that
     are stored from now on, 0: unlimited. `has_ttl`: some blocks may expire. `closed`: the namespace is being
-    deleted, and its blocks are misses. `block_tokens`: tokens a block, 0: unknown.
+    deleted, and its blocks are misses. `block_tokens`: tokens a block, 0: unknown. `independent`: all blocks
+    are roots.
     """
 
     number: int
@@ -28,6 +29,7 @@ class Namespace:
     relocated: bool = False
     closed: bool = False
     block_tokens: int = 0
+    independent: bool = False
 
     @property
     def tenant(self) -> int:

@@ -78,8 +78,12 @@ class Reuse:
 
     # -- what happens
 
-    def stored(self, rows: Rows, tenant: int, now: float) -> None:
-        """Counts stored bytes of a piece of a chain, in order: of new blocks, or of holes."""
+    def stored(self, rows: Rows, tenant: int, now: float, independent: bool = False) -> None:
+        """Counts stored bytes of a piece of a chain, in order: of new blocks, or of holes.
+
+        Each of `independent` blocks counts as stored alone, and leaves the tenant's mean of blocks stored
+        together as it is.
+        """
         if not len(rows):
             return
         lost = ~self.history.is_known(rows)
@@ -90,15 +94,17 @@ class Reuse:
         new = rows[~known]
         if not len(new):
             return
-        number = self._new_class(int(self._blocks.parent[new[0]]), len(new), tenant)
-        of_tenant = self._of(tenant)
-        mean = of_tenant.mean or float(len(new))
-        of_tenant.mean = mean + (len(new) - mean) / _MEAN_OVER
+        together = 1 if independent else len(new)
+        number = self._new_class(int(self._blocks.parent[new[0]]), together, tenant)
+        if not independent:
+            of_tenant = self._of(tenant)
+            mean = of_tenant.mean or float(together)
+            of_tenant.mean = mean + (together - mean) / _MEAN_OVER
         self._enter(new, np.full(len(new), number), np.ones(len(new)), tenant, now)
 
-    def passed_by(self, rows: Rows, tenant: int, now: float) -> None:
+    def passed_by(self, rows: Rows, tenant: int, now: float, independent: bool = False) -> None:
         """Counts blocks that are not stored, and whose rows are about to be given back: they may return."""
-        self.stored(rows, tenant, now)
+        self.stored(rows, tenant, now, independent)
         self.history.leave(rows)
 
     def restored(self, rows: Rows, tenant: int, now: float) -> None:

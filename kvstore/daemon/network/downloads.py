@@ -57,6 +57,7 @@ class Downloads:
     ) -> list[Copied]:
         """Starts to download a chain whose first key follows `parent`. Joins downloads that are under way.
 
+        Independent blocks are downloaded in the same way and get no parents.
         `kind` is the class of work at the backend's queue: DEMAND or PREFETCH.
         """
         names = [Name(namespace.fingerprint, key) for key in keys]
@@ -73,6 +74,7 @@ class Downloads:
             if batch and ends:
                 first = i + 1 - len(batch)
                 before = keys[first - 1] if first else parent
+                before = b"" if namespace.independent else before
                 self._tasks.start(self._load(namespace, batch, before, tenant, kind, until), namespace)
                 batch = []
         return downloads

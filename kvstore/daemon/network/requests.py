@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
@@ -31,6 +32,8 @@ from kvstore.daemon.runtime.ports import Requester
 from kvstore.daemon.tenancy.namespaces import NamespaceEntry
 from kvstore.tiers.network.base import Name
 from kvstore.types import slot_bytes
+
+Positions: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True, eq=False)
@@ -62,12 +65,13 @@ class NetworkRequests:
     async def _lookup(
         self, event: ev.Lookup, namespace: NamespaceEntry, found: ac.Found, until: float
     ) -> ac.Found:
-        keys = [event.keys[i] for i in range(found.value, event.keys.n)]
-        existing = await self._existence.prefix(namespace, keys, until)
+        absent = self._absent(namespace, event.keys, found.value)
+        existing = await self._existence.prefix(namespace, _keys_at(event.keys, absent), until)
         n = self._worth_loading(namespace, existing, event.tenant, until, event.recompute_s)
-        _add_network(found.stored, found.value + existing)
-        found.stored.unworthy = found.stored.blocks - found.value - n
-        return ac.Found(found.request, found.value + n, found.gaps or n > 0, found.stored)
+        _add_network(found.stored, _leading_with(absent, existing, event.keys.n))
+        worth = _leading_with(absent, n, event.keys.n)
+        found.stored.unworthy = found.stored.blocks - worth
+        return ac.Found(found.request, worth, found.gaps or n > 0, found.stored)
 
     def contains(
         self, requester: Requester, request: int, event: ev.Contains, namespace: NamespaceEntry, until: float
@@ -105,7 +109,8 @@ class NetworkRequests:
 
     async def _acquire(self, event: ev.Acquire, namespace: NamespaceEntry, stored: int) -> Any:
         keys, until = event.keys, event.deadline
-        missing = [keys[i] for i in range(stored, keys.n)]
+        absent = self._absent(namespace, keys, stored)
+        missing = _keys_at(keys, absent)
         existing = await self._existence.prefix(namespace, missing, until)
         n = self._worth_loading(namespace, existing, event.tenant, until, event.recompute_s)
         parent = keys[stored - 1] if stored else b""
@@ -116,10 +121,10 @@ class NetworkRequests:
         event.namespace = namespace.number  # the namespace may have been deleted meanwhile
         grant = await ask(self._core, event)
         if isinstance(grant, ac.Grant):
-            _add_network(grant.stored, stored + existing, loaded)
+            _add_network(grant.stored, _leading_with(absent, existing, keys.n), loaded)
             grant.stored.unworthy += existing - n
             grant.stored.late += late
-            grant.sources[stored : stored + loaded] = NETWORK
+            grant.sources[absent[:loaded][absent[:loaded] < len(grant.sources)]] = NETWORK
         return grant
 
     def prefetch(
@@ -137,11 +142,12 @@ class NetworkRequests:
         self._core.ask(Callback(started), request, event)
 
     async def _prefetch(self, event: ev.Prefetch, namespace: NamespaceEntry, stored: int) -> ac.Answer:
-        keys = [event.keys[i] for i in range(stored, event.keys.n)]
-        n = await self._existence.prefix(namespace, keys, self._core.now() + self._executor.timeout_s)
+        absent = self._absent(namespace, event.keys, stored)
+        missing = _keys_at(event.keys, absent)
+        n = await self._existence.prefix(namespace, missing, self._core.now() + self._executor.timeout_s)
         parent = event.keys[stored - 1] if stored else b""
-        self._downloads.start(namespace, keys[:n], parent, event.tenant, PREFETCH, 0.0)
-        return ac.Answer(event.request, stored + n)
+        self._downloads.start(namespace, missing[:n], parent, event.tenant, PREFETCH, 0.0)
+        return ac.Answer(event.request, _leading_with(absent, n, event.keys.n))
 
     def hand_off(
         self,
@@ -166,6 +172,17 @@ class NetworkRequests:
         uploads = self._uploads.start(namespace, [keys[i] for i in range(stored)], tenant, DEMAND)
         await self._wait(uploads, until)
         return ac.Answer(0, _leading(uploads))
+
+    def _absent(self, namespace: NamespaceEntry, keys: Keys, start: int) -> Positions:
+        """Returns the positions of keys that this node does not have; `start` is the first of them.
+
+        Of a chain, all from `start` on: blocks behind a missing one are downloaded with it.
+        """
+        positions = np.arange(start, keys.n)
+        if namespace.independent:
+            here = self._core.view.readable(namespace.number, keys)
+            positions = positions[~here[start:] | (positions == start)]
+        return positions
 
     def _may_start(self, requester: Requester, namespace: NamespaceEntry) -> bool:
         return self._eligibility.serves(namespace) and self._tasks.has_room(requester)
@@ -201,6 +218,15 @@ class NetworkRequests:
             worth &= load_s <= counts * recompute_s
         last = np.flatnonzero(worth)
         return int(last[-1]) + 1 if len(last) else 0
+
+
+def _keys_at(keys: Keys, positions: Positions) -> list[bytes]:
+    return [keys[i] for i in positions.tolist()]
+
+
+def _leading_with(absent: Positions, n: int, of: int) -> int:
+    """Returns how many of `of` leading keys there are once the first n of the absent ones are there."""
+    return int(absent[n]) if n < len(absent) else of
 
 
 def _add_network(stored: ac.Stored, known: int, loaded: int = 0) -> None:

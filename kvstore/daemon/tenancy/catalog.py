@@ -111,6 +111,7 @@ class NamespaceCatalog:
             namespace.layout.block_tokens if namespace.layout is not None else 0,
             in_use is not None,
             in_use or frozenset(),
+            namespace.independent,
         )
         answer = self._core.call(event)
         if not isinstance(answer, ac.Deny):

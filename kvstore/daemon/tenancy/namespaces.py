@@ -38,6 +38,11 @@ class NamespaceEntry:
     ttl_s: float = 0.0
     hits: Counter[Column] = field(default_factory=Counter)
 
+    @property
+    def independent(self) -> bool:
+        """Whether no block has a parent."""
+        return self.layout is not None and self.layout.independent
+
 
 class Namespaces:
     """All namespaces of one daemon. `fingerprints` and `lengths` (bytes per payload) are by number."""

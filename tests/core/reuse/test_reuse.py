@@ -403,3 +403,15 @@ def test_a_clock_that_went_back_makes_nothing_younger_than_it_was() -> None:
     new.load(old.save(100.0), -3600.0, 7.0)
     new.restored(np.arange(20), ONE, 7.0)
     assert past(new, np.arange(20), 7.0) == past(old, np.arange(20), 100.0)
+
+
+def test_independent_blocks_count_as_stored_alone_and_leave_the_mean_of_chains() -> None:
+    r = reuse()
+    r.stored(array(*range(40)), ONE, 1.0)
+    for row in range(40, 140):
+        r.stored(array(row), ONE, 1.0, independent=True)
+    assert words(r, 100) == "used once, stored with few others"
+    r.stored(array(*range(140, 180)), ONE, 1.0)
+    assert words(r, 150) == "used once, stored with many others", "the mean is still 40"
+    r.stored(array(*range(180, 195)), ONE, 1.0, independent=True)
+    assert words(r, 190) == "used once, stored with few others", "together with none, though of one put"

@@ -21,6 +21,7 @@ from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
 from kvstore import Client, ExceptionBarrier, Layout, Namespace
 from kvstore_vllm import KVStoreConnector
+from kvstore_vllm import adapters as adapters_module
 from kvstore_vllm.adapters import Adapters
 from kvstore_vllm.groups import Group
 from kvstore_vllm.messages import Load, Part, Progress, Save, Step
@@ -539,6 +540,59 @@ def test_an_adapter_is_identified_by_its_files_at_each_admission(tmp_path: Path)
     assert elsewhere.salt(replace(lora, lora_int_id=2)) not in (None, first, anew)  # newer than that engine
     assert Adapters().salt(lora) == anew
     assert adapters.salt(FakeLora("someone/an-adapter-on-a-hub")) is None
+
+
+def test_adapters_share_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[str] = []
+    digest = adapters_module.files_digest
+
+    def counted(path: Path, logger: logging.Logger) -> Any:
+        reads.append(path.name)
+        return digest(path, logger)
+
+    monkeypatch.setattr(adapters_module, "files_digest", counted)
+    monkeypatch.setattr(adapters_module, "_SETTLED_NS", 0)
+    for name, weights in (("here", "red"), ("there", "red"), ("else", "orange")):
+        (tmp_path / name / "checkpoint-1").mkdir(parents=True)
+        (tmp_path / name / "adapter_model.safetensors").write_text(weights)
+        (tmp_path / name / "checkpoint-1" / "optimizer.pt").write_text(name)
+        time.sleep(0.02)  # another time, and older than the next engine
+    salts = [Adapters().salt(FakeLora(str(tmp_path / name))) for name in ("here", "there", "else")]
+    assert salts[0] == salts[1] != salts[2]
+    assert None not in salts
+    # Read once, not for every request.
+    del reads[:]
+    adapters = Adapters()
+    assert {adapters.salt(FakeLora(str(tmp_path / "here"))) for _ in range(5)} == {salts[0]}
+    assert reads == ["adapter_model.safetensors"]
+
+
+def test_an_adapter_whose_files_change_back_was_changed(tmp_path: Path) -> None:
+    """vLLM may have loaded what was there meanwhile."""
+    path, lora, adapters = tmp_path / "adapter_model.safetensors", FakeLora(str(tmp_path)), Adapters()
+    path.write_text("red")
+    assert adapters.salt(lora) is not None
+    for weights in ("orange", "red"):
+        time.sleep(0.02)
+        path.write_text(weights)
+        assert adapters.salt(lora) is None
+
+
+def test_an_adapter_that_changes_while_it_is_read_has_no_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, digest = tmp_path / "adapter_model.safetensors", adapters_module.files_digest
+    path.write_text("red")
+
+    def changing(path: Path, logger: logging.Logger) -> Any:
+        found = digest(path, logger)
+        path.write_text("orange")
+        return found
+
+    monkeypatch.setattr(adapters_module, "files_digest", changing)
+    assert Adapters().salt(FakeLora(str(tmp_path), load_inplace=True)) is None
+    monkeypatch.undo()
+    assert Adapters().salt(FakeLora(str(tmp_path), load_inplace=True)) is not None
 
 
 def test_a_request_is_not_saved_if_its_adapter_changes_meanwhile(

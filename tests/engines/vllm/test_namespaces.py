@@ -27,14 +27,12 @@ def own() -> Any:
 
 @pytest.fixture(scope="module")
 def other(folder: Path, own: LocalDaemon) -> Any:
-    """An engine whose model's files these tests may change."""
+    """An engine with a model of its own."""
     with Engine(folder, **connector(own)) as engine:
         yield engine
 
 
-def test_other_weights_dtypes_and_block_sizes_find_nothing(
-    folder: Path, own: LocalDaemon, other: Engine
-) -> None:
+def test_other_dtypes_block_sizes_and_revisions_find_nothing(own: LocalDaemon, other: Engine) -> None:
     asked = [prompt(500, 300)]
     other.fresh(asked)
     assert cached(other.fresh(asked)) == [full_blocks(300)]
@@ -51,13 +49,23 @@ def test_other_weights_dtypes_and_block_sizes_find_nothing(
             found = full_blocks(300, 64) if "64" in str(arguments) else full_blocks(300)
             assert cached(other.fresh(asked)) == [found], arguments
 
-    # The same files: found. Written anew with other weights in the same place: nothing is.
+    # The same files: found.
     other.restart(**connector(own))
     assert cached(other.fresh(asked)) == [full_blocks(300)]
-    make_model(folder, seed=1)
-    other.restart(**connector(own))
-    assert cached(other.fresh(asked)) == [0]
-    assert cached(other.fresh(asked)) == [full_blocks(300)]
+
+
+def test_weights_are_named_by_content(own: LocalDaemon, tmp_path: Path) -> None:
+    """Other weights in the same place find nothing; the first ones, written again, find their blocks."""
+    asked, hit = [prompt(504, 300)], [full_blocks(300)]
+    for seed, found in ((0, [0]), (1, [0]), (0, hit)):
+        make_model(tmp_path, seed=seed)
+        with Engine(tmp_path, **connector(own)) as engine:
+            assert cached(engine.fresh(asked)) == found
+            assert cached(engine.fresh(asked)) == hit
+            if seed:
+                make_model(tmp_path, seed=2)
+                with pytest.raises(RuntimeError, match=r"(?s)ConfigError.*was changed after the engine st"):
+                    engine.restart(**connector(own))
 
 
 def test_a_reset_of_the_connector_makes_blocks_misses(other: Engine) -> None:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +22,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvstore.errors import ConfigError
+from kvstore_vllm import identity
 from kvstore_vllm.identity import weights_revision
 from kvstore_vllm.settings import ConnectorSettings, check_engine, why_off
 
@@ -165,6 +172,78 @@ def hub_model(commit: str | None, load_format: str = "auto") -> SimpleNamespace:
     """A model by its name on a hub, as vLLM describes it once its configuration is loaded."""
     model = SimpleNamespace(model="someone/some-model", hf_config=SimpleNamespace(_commit_hash=commit))
     return SimpleNamespace(model_config=model, load_config=SimpleNamespace(load_format=load_format))
+
+
+def local_model(path: Path) -> SimpleNamespace:
+    """A model in local files, as vLLM describes it."""
+    config = hub_model(None)
+    config.model_config.model = str(path)
+    return config
+
+
+@pytest.fixture
+def model_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Files that this engine can have read."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    start_after(folder, monkeypatch)
+    return folder
+
+
+def start_after(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes this process one that started after the last change."""
+    changed_ns = max(file.stat().st_ctime_ns for file in folder.iterdir())
+    monkeypatch.setattr(identity, "process_started_ns", lambda: changed_ns + 1)
+
+
+def test_weights_in_local_files_are_named_by_their_content(
+    model_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = weights_revision(local_model(model_files), "")
+    assert re.fullmatch("blake3:[0-9a-f]{64}", named)
+    assert weights_revision(local_model(model_files), "given") == "given"
+    copy = tmp_path / "copy"
+    shutil.copytree(model_files, copy)
+    start_after(copy, monkeypatch)
+    assert weights_revision(local_model(copy), "") == named
+    (copy / "model.safetensors").write_bytes(b"Weights")
+    start_after(copy, monkeypatch)
+    assert weights_revision(local_model(copy), "") not in ("", named)
+    # A GGUF model is one file.
+    assert weights_revision(local_model(copy / "model.safetensors"), "").startswith("blake3:")
+
+
+def test_files_that_changed_after_the_start_are_refused(
+    model_files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (model_files / "model.safetensors").write_bytes(b"others!")
+    changed_ns = (model_files / "model.safetensors").stat().st_ctime_ns
+    monkeypatch.setattr(identity, "process_started_ns", lambda: changed_ns)
+    why = r"model.safetensors in .* was changed after the engine started.*restart.*set weights_revision"
+    for _ in range(2):  # also if the digest is remembered
+        with pytest.raises(ConfigError, match=why):
+            weights_revision(local_model(model_files), "")
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match=why):
+        weights_revision(local_model(model_files), "")
+
+
+def test_a_folder_without_files_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no files of a model.*set weights_revision"):
+        weights_revision(local_model(tmp_path), "")
+
+
+def test_the_start_of_a_process_is_known() -> None:
+    code = "from kvstore_vllm.identity import process_started_ns; print(process_started_ns())"
+    before_ns = time.time_ns()
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    after_ns = time.time_ns()
+    out, _ = process.communicate(timeout=120)
+    tick_ns = 20 * 10**6
+    assert before_ns < int(out.split()[-1]) <= after_ns + tick_ns
 
 
 def test_weights_from_a_hub_are_named_by_their_commit() -> None:

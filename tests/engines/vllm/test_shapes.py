@@ -28,7 +28,10 @@ def own() -> Iterator[LocalDaemon]:
 
 @pytest.fixture(scope="module")
 def processes(model: Path) -> Iterator[list[Engine]]:
-    """Two processes, whose engines the tests replace: starting a process takes longer than an engine."""
+    """Two processes, whose engines the tests replace: starting a process takes longer than an engine.
+
+    The tests name the weights, because their files are newer than these processes.
+    """
     with Engine(model) as one, Engine(model) as other:
         yield [one, other]
 
@@ -80,7 +83,7 @@ def test_hits_change_nothing(
     reference = {tokens: said(other.fresh([asked])) for tokens, asked in PROMPTS.items()}
     num_blocks = other("num_blocks")
     for engine in processes:
-        engine.restart(**options | connector(own))
+        engine.restart(**options | connector(own, weights_revision=tmp_path.name))
         assert engine("num_blocks") == num_blocks
 
     def asks(engine: Engine, prompt: str, found: int) -> None:
@@ -136,7 +139,8 @@ def test_an_engine_with_prefix_caching_off_is_served_only_with_a_reason(
     options = arguments("llama", tmp_path, 32) | {"enable_prefix_caching": False}
     [engine, _] = processes
     for reason, found in (("", 0), ("only its memory is short", full_blocks(497))):
-        engine.restart(**options | connector(own, without_prefix_caching=reason))
+        named = connector(own, without_prefix_caching=reason, weights_revision=tmp_path.name)
+        engine.restart(**options | named)
         engine("plug", connected=False)
         reference = said(engine.generate([FIRST]))
         engine("plug", connected=True)
