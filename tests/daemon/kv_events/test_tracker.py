@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ class Router:
         self.socket.subscribe(topic.encode())
         self.known: dict[str, dict[int, tuple[int, ...]]] = {}
         self.numbers: list[int] = []
+        self.parents: set[int | None] = set()
         self.cleared = self.orphans = 0
 
     def hear(self) -> None:
@@ -92,6 +94,7 @@ class Router:
         medium: str,
         *_: Any,
     ) -> None:
+        self.parents.add(parent)
         everywhere = {name for blocks in self.known.values() for name in blocks}
         if parent is not None and parent not in everywhere:
             self.orphans += 1
@@ -141,6 +144,18 @@ def test_a_block_is_announced_with_its_tokens_and_below_its_parent() -> None:
         ns.invalidate(keys[4:])
         eventually(lambda: router.has("CPU", keys[:4]))
         assert client.status()["events"]["blocks"] == 4
+
+
+def test_an_independent_block_is_announced_without_a_parent() -> None:
+    with routed(SMALL) as (_, client, _ns, router):
+        tokens, keys = prompt(6)
+        ns = client.namespace(replace(layout(), kind="independent"))
+        some = [4, 1]
+        parts = np.concatenate([tokens[i * TOKENS : (i + 1) * TOKENS] for i in some])
+        assert ns.put([keys[i] for i in some], payloads([keys[i] for i in some]), tokens=parts).stored == 2
+        eventually(lambda: router.has("CPU", [keys[i] for i in some]))
+        assert router.known["CPU"][low(keys[1])] == tuple(range(TOKENS, 2 * TOKENS))
+        assert router.parents == {None}
 
 
 def test_each_tier_is_a_medium() -> None:
