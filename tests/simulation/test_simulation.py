@@ -40,7 +40,6 @@ from kvstore.daemon.tenancy.catalog import NamespaceCatalog
 from kvstore.daemon.tenancy.recovery import Recovery
 from kvstore.tiers.nvme import reads
 from kvstore.tiers.nvme import recovery as nvme_recovery
-from kvstore.tiers.nvme.generations import History
 from kvstore.tiers.nvme.journal import Journal, _Change, _Put
 from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.tiers.nvme.writes import BlockWriter
@@ -101,18 +100,18 @@ def test_found_failures_stay_fixed_with_all_features(seed: int) -> None:
 
 def test_a_device_that_was_away_is_up_to_date_only_when_it_has_forgotten(monkeypatch: Patch) -> None:
     order: list[tuple[Journal, str]] = []
-    load, put = NvmeTier.load, Journal.put_generations
+    load, put = NvmeTier.load, Journal.put_generation
 
     def loads(device: NvmeTier, keep: bool = True) -> Any:
         order.append((device.journal, "keeps" if keep else "forgets"))
         return load(device, keep)
 
-    def puts(journal: Journal, history: History) -> None:
+    def puts(journal: Journal, generation: int) -> None:
         order.append((journal, "is up to date"))
-        put(journal, history)
+        put(journal, generation)
 
     monkeypatch.setattr(NvmeTier, "load", loads)
-    monkeypatch.setattr(Journal, "put_generations", puts)
+    monkeypatch.setattr(Journal, "put_generation", puts)
     simulate(1646, chains=True)
     away = [device for device, what in order if what == "forgets"]
     assert away, "no device was away"

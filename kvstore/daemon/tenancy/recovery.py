@@ -23,7 +23,6 @@ from kvstore.daemon.tenancy.catalog import NamespaceCatalog
 from kvstore.daemon.tenancy.namespaces import Domains, Namespaces
 from kvstore.daemon.tenancy.quotas import TenantQuotas
 from kvstore.tiers.dram import DramTier, Inherited
-from kvstore.tiers.nvme.generations import resolve
 from kvstore.tiers.nvme.journal import Namespace
 from kvstore.tiers.nvme.tier import NvmeTier
 
@@ -49,20 +48,19 @@ class Recovery:
         """Restores all devices, and records all namespaces on each.
 
         A device that was absent while blocks were invalidated may still have these. All of its blocks are
-        forgotten (see `kvstore.tiers.nvme.generations`).
+        forgotten.
         """
         devices = self._tiers.devices
-        histories = [device.journal.history for device in devices.values()]
-        resolution = resolve(histories, self._durability.new_name())
-        self._durability.history = resolution.history
+        generation = max(device.journal.generation for device in devices.values())
+        self._durability.generation = generation
         for tier, (name, device) in enumerate(devices.items(), DRAM + 1):
-            current = resolution.current[tier - DRAM - 1]
+            current = device.journal.generation == generation
             if not current:
                 _log.warning("%s was absent while blocks were invalidated: it starts empty", name)
             self._restore_device(tier, device, current)
             if not current:
                 # Only now: after a crash before this, the device must still count as absent.
-                device.journal.put_generations(resolution.history)
+                device.journal.put_generation(generation)
         if len(devices) > 1:
             self._catalog.record_all(devices.values())
 
