@@ -17,10 +17,11 @@ PYTEST = $(BIN)/pytest --numprocesses 3 --dist loadfile
 test: $(READY)
 	$(PYTEST) -m "not long" --hypothesis-profile=quick
 
-# Adds the long tests: simulations with thousands of seeds, and crashes of real daemons.
+# Adds the long tests: simulations with ALL_SEEDS seeds, and crashes of real daemons.
+ALL_SEEDS ?= 1500
 test-all: $(READY)
 	$(PYTEST)
-	$(MAKE) --no-print-directory simulate SEEDS=1500 FIRST=1000
+	$(MAKE) --no-print-directory simulate SEEDS=$(ALL_SEEDS) FIRST=1000
 	$(MAKE) --no-print-directory crash RUNS=30
 
 # Simulated clock, network and devices; one run per seed. SEEDS=n: number of seeds, FIRST=n: the first seed.

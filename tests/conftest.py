@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kvstore.lab.local_daemon import LocalDaemon
-from tests.programs import SKIP_NOTHING, untested
+from tests.programs import SKIP_NOTHING, Skipped, untested
 from tests.spawner import spawn
 
 # `make test` takes a quarter of the examples. `pytest --hypothesis-profile=explore` looks for what the same
@@ -19,6 +19,7 @@ settings.register_profile("explore", settings.get_profile("ci"), derandomize=Fal
 settings.load_profile("ci")
 
 LocalDaemon.popen = staticmethod(spawn)
+_skipped = Skipped.of_environment()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -27,6 +28,17 @@ def pytest_runtest_makereport() -> Iterator[None]:
     if SKIP_NOTHING and report.skipped and not hasattr(report, "wasxfail"):
         report.outcome, report.longrepr = "failed", f"nothing may be skipped here: {report.longrepr[2]}"
     return report
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Notes a skipped test for a later run."""
+    if report.skipped and not hasattr(report, "wasxfail"):
+        _skipped.note(report.nodeid)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leaves out what an earlier run has tested as well as this one would."""
+    items[:] = [item for item in items if _skipped.wants(item)]
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -36,6 +37,36 @@ LACKS = {
     "dpkg-deb": Lack("the Debian package", "dpkg"),
 }
 DEBIAN_PYTHON = "/usr/bin/python3"
+
+
+class Skipped:
+    """The tests that an earlier run on this machine has skipped, by a file with a name a line.
+
+    KVSTORE_TESTS_NOTE=FILE: this run writes the file. KVSTORE_TESTS_REST=FILE: this run leaves out what that
+    run has tested in the same way: tests that it has not skipped, that are not long, and that have no random
+    examples, of which `make test` takes fewer.
+    """
+
+    def __init__(self, note: str, rest: str) -> None:
+        self._note = note
+        self._rest = set(Path(rest).read_text(encoding="utf-8").splitlines()) if rest else None
+
+    @classmethod
+    def of_environment(cls) -> Skipped:
+        """Returns what the environment variables ask for."""
+        return cls(os.environ.get("KVSTORE_TESTS_NOTE", ""), os.environ.get("KVSTORE_TESTS_REST", ""))
+
+    def note(self, name: str) -> None:
+        """Notes a skipped test. Workers of pytest-xdist leave it to their controller."""
+        if self._note and "PYTEST_XDIST_WORKER" not in os.environ:
+            with open(self._note, "a", encoding="utf-8") as file:
+                file.write(f"{name}\n")
+
+    def wants(self, item: pytest.Item) -> bool:
+        """Returns whether a test belongs to this run."""
+        if self._rest is None or item.nodeid in self._rest or item.get_closest_marker("long"):
+            return True
+        return bool(getattr(getattr(item, "obj", None), "is_hypothesis_test", False))
 
 
 def need(*programs: str) -> None:

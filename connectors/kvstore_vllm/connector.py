@@ -197,7 +197,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         config = self._vllm_config
         tp, pp = get_tp_group(), get_pp_group()
         return Layout(
-            model=config.model_config.model,
+            model=identity.model_name(config.model_config, self._revision),
             block_bytes=block_bytes,
             revision=self._revision,
             dtype=f"{config.model_config.dtype}, cache {config.cache_config.cache_dtype}",
@@ -208,7 +208,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 [each.kv_cache_spec for each in self._kv_cache_config.kv_cache_groups],
                 group.number,
                 caches,
+                self._revision,
             ),
+            kind="chain" if group.full else "independent",
         )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:

@@ -5,6 +5,7 @@ Doubtful properties are included: a needless difference is a miss, a missing one
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import time
@@ -24,6 +25,7 @@ from kvstore.errors import ConfigError
 logger = logging.getLogger("vllm.kvstore")
 
 
+_BY_CONTENT = "blake3:"
 _HINT = "set weights_revision in kv_connector_extra_config"
 
 
@@ -60,7 +62,7 @@ def content_revision(path: Path) -> str:
             f"{found.newest} in {path} was changed after the engine started: vLLM may have read it before",
             f"restart the engine, or {_HINT}",
         )
-    return f"blake3:{found.hexdigest}"
+    return f"{_BY_CONTENT}{found.hexdigest}"
 
 
 def process_started_ns() -> int:
@@ -75,12 +77,24 @@ def process_started_ns() -> int:
     return time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME) + since_boot_ns
 
 
+def named_by_content(revision: str) -> bool:
+    """Returns whether a revision is a digest of all files of the model."""
+    return revision.startswith(_BY_CONTENT)
+
+
+def model_name(model: Any, revision: str) -> str:
+    """Returns the name of a model in its namespace: of a folder named by content, not its path."""
+    return str(model.architecture) if named_by_content(revision) else str(model.model)
+
+
 def in_epoch(layout: Layout, epoch: str) -> Layout:
     """Returns the layout of blocks since the reset named `epoch`; empty: there was no reset."""
     return replace(layout, revision=f"{layout.revision}+{epoch}") if epoch else layout
 
 
-def kv_layout(config: Any, specs: list[Any], group: int, kv_caches: dict[str, torch.Tensor]) -> str:
+def kv_layout(
+    config: Any, specs: list[Any], group: int, kv_caches: dict[str, torch.Tensor], revision: str = ""
+) -> str:
     """Returns a digest of the other properties that determine the bytes of a group of layers.
 
     These are the engine's configuration (`configured`), kind and options of all its groups, engine version,
@@ -96,7 +110,7 @@ def kv_layout(config: Any, specs: list[Any], group: int, kv_caches: dict[str, to
         scales.append([getattr(layer, f"_{which}_scale_float", None) for which in "qkv"])
     shapes = [(name, str(t.dtype), t.shape[1:], t.stride()[1:]) for name, t in sorted(kv_caches.items())]
     groups = repr(specs[0]) if len(specs) == 1 else (repr(specs), group)
-    facts = (configured(config), environment(), groups, shapes, scales)
+    facts = (configured(config, named_by_content(revision)), environment(), groups, shapes, scales)
     digest = blake3(repr(facts).encode()).hexdigest(16)
     if next(iter(kv_caches.values())).device.type == "cuda":
         machine = f"compute capability {torch.cuda.get_device_capability()}"
@@ -126,15 +140,18 @@ _LEFT_OUT = {
 }  # fmt: skip
 
 
-def configured(config: Any) -> list[object]:
+def configured(config: Any, without_path: bool = False) -> list[object]:
     """Returns digests of every part of the configuration that may change KV.
 
     Equally configured engines get the same digests in each of their processes. Options that vLLM's own
     digests leave out (memory, ports, ranks, paths), limits of the scheduler, n-gram drafting and offloading
-    are left out: they change when and where a token is computed, not its KV. Raises ConfigError for an option
-    without a digest.
+    are left out: they change when and where a token is computed, not its KV. `without_path`: leaves out the
+    model's path. Raises ConfigError for an option without a digest.
     """
     model = config.model_config
+    if without_path:
+        config, model = copy.copy(config), copy.copy(model)
+        config.model_config, model.model = model, ""
     try:
         facts = [
             (name, part.compute_hash() if (part := getattr(config, name, None)) else None)

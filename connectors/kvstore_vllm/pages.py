@@ -51,18 +51,15 @@ def check_covered(kv_caches: Iterable[str], groups: Sequence[Sequence[str]]) -> 
         )
 
 
-def pages_of(kv_caches: dict[str, torch.Tensor | list[torch.Tensor]], num_blocks: int) -> Pages:
+def pages_of(kv_caches: dict[str, torch.Tensor], num_blocks: int) -> Pages:
     """Returns the pages of a group of layers with these caches, in an engine with `num_blocks` blocks.
-
-    A recurrent layer has several tensors.
 
     Raises ConfigError.
     """
     layers: dict[int, torch.Tensor] = {}
-    for name, caches in sorted(kv_caches.items()):
-        for cache in caches if isinstance(caches, list | tuple) else [caches]:
-            rows = _rows(name, cache, num_blocks)
-            layers.setdefault(rows.data_ptr(), rows)  # layers that share KV count once
+    for name in sorted(kv_caches):
+        rows = _rows(name, kv_caches[name], num_blocks)
+        layers.setdefault(rows.data_ptr(), rows)  # layers that share KV count once
     if not layers:
         raise ConfigError("the engine has no KV cache", "nothing is there to store")
     rows = list(layers.values())
@@ -75,6 +72,8 @@ def pages_of(kv_caches: dict[str, torch.Tensor | list[torch.Tensor]], num_blocks
 
 def _rows(name: str, cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
     """Returns a view of a layer's cache as bytes, shape (num_blocks, bytes of a page)."""
+    if not isinstance(cache, torch.Tensor):
+        raise ConfigError(f"layer {name} keeps its state in several tensors", "use vLLM 0.32")
     inner = sorted(zip(cache.stride()[1:], cache.shape[1:], strict=True))
     dense = 1
     for stride, size in inner:

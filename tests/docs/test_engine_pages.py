@@ -81,12 +81,9 @@ def test_the_vllm_page_has_every_counter() -> None:
 
 REFUSALS = {
     "vllm": [
-        "of kind SlidingWindowSpec",
         "of kind MLAAttentionSpec",
-        "layers that keep a state of the whole prompt",
         "an encoder, and attention to its output",
         "a pooler, which may need every token of a prompt computed",
-        "groups of layers",
         "nothing is loaded or stored: ",
         "the engine's prefix caching is off",
         "was changed in place after its first use",

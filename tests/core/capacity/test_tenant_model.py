@@ -39,7 +39,7 @@ class Tenants(Faulty):
     ) -> None:
         self.w = World(dram, nvme, slots=slots, write_policy=write_policy, policy=policy, hbm=hbm)
         self.domains = SHARED
-        for namespace in BLOCK_BYTES:
+        for namespace in OWNER:
             self.open(namespace)
 
     def open(self, namespace: int) -> None:

@@ -55,15 +55,15 @@ def test_other_dtypes_block_sizes_and_revisions_find_nothing(own: LocalDaemon, o
 
 
 def test_weights_are_named_by_content(own: LocalDaemon, tmp_path: Path) -> None:
-    """Other weights in the same place find nothing; the first ones, written again, find their blocks."""
+    """Other weights in the same place find nothing; the first ones, written elsewhere, find their blocks."""
     asked, hit = [prompt(504, 300)], [full_blocks(300)]
-    for seed, found in ((0, [0]), (1, [0]), (0, hit)):
-        make_model(tmp_path, seed=seed)
-        with Engine(tmp_path, **connector(own)) as engine:
+    for place, seed, found in (("here", 0, [0]), ("here", 1, [0]), ("there", 0, hit)):
+        folder = make_model(tmp_path / place, seed=seed)
+        with Engine(folder, **connector(own)) as engine:
             assert cached(engine.fresh(asked)) == found
             assert cached(engine.fresh(asked)) == hit
             if seed:
-                make_model(tmp_path, seed=2)
+                make_model(folder, seed=2)
                 with pytest.raises(RuntimeError, match=r"(?s)ConfigError.*was changed after the engine st"):
                     engine.restart(**connector(own))
 

@@ -109,17 +109,17 @@ def test_layers_that_share_their_memory_are_one() -> None:
     assert pages_of({"a": cache, "b": cache}, BLOCKS).block_bytes == cache[0].nbytes
 
 
-def test_a_recurrent_layer_has_several_tensors_in_one_page() -> None:
-    """vLLM cuts a page into the tensors of a layer, and pads it to the size of an attention page."""
-    memory = torch.zeros(BLOCKS, 100)
-    kv = {"layer": [memory[:, :24].unflatten(1, (4, 6)), memory[:, 24:90]]}
-    assert pages_of(kv, BLOCKS).block_bytes == 90 * 4
+def test_padding_behind_a_state_is_not_stored() -> None:
+    """vLLM pads the states of recurrent layers to the size of an attention page."""
+    memory = torch.zeros(BLOCKS, 1, 1, 100)
+    assert pages_of({"layer": memory[..., :90]}, BLOCKS).block_bytes == 90 * 4
 
 
 @pytest.mark.parametrize(
     ("kv", "why"),
     [
         ({}, "no KV cache"),
+        ({"layer": [torch.zeros(SHAPE)]}, "layer layer keeps its state in several tensors"),
         (
             {"layer": torch.zeros(*SHAPE[:3], 2 * WIDTH)[..., :WIDTH]},
             "layer layer: an engine block is not one run",
