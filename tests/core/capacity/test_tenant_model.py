@@ -8,17 +8,27 @@ from hypothesis.stateful import initialize, precondition, rule
 
 from kvstore.core import events as ev
 from kvstore.core.policy import POLICIES
-from tests.core.test_model import BLOCK_BYTES, WAITS, Asked, Faulty, chains, clients, places, some
+from tests.core.test_model import (
+    BLOCK_BYTES,
+    INDEPENDENT,
+    WAITS,
+    Asked,
+    Faulty,
+    chains,
+    clients,
+    places,
+    some,
+)
 from tests.core.world import World
 
-OWNER = {1: 1, 2: 2, 3: 1}
+OWNER = {1: 1, 2: 2, 3: 1, 4: 2}
 SHARED = 70_000
 floors = st.integers(0, 2)
 rooms = st.sampled_from([0, 1, 4, 100])
 
 
 class Tenants(Faulty):
-    """Namespaces 1 and 3 are one tenant's, 2 is another's, and a third may read what is published."""
+    """Namespaces 1 and 3 are one tenant's, 2 and 4 another's, and a third may read what is published."""
 
     @initialize(
         dram=st.integers(2, 5),
@@ -43,7 +53,8 @@ class Tenants(Faulty):
             self.open(namespace)
 
     def open(self, namespace: int) -> None:
-        self.w.open(namespace, BLOCK_BYTES[namespace], OWNER[namespace])
+        independent = namespace == INDEPENDENT
+        self.w.open(namespace, BLOCK_BYTES[namespace], OWNER[namespace], independent=independent)
 
     @rule(tenant=st.integers(1, 2), of=st.lists(st.tuples(floors, rooms), min_size=3, max_size=3))
     def quota(self, tenant: int, of: list[tuple[int, int]]) -> None:
