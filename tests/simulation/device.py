@@ -80,6 +80,8 @@ class Disk:
         self.read_at = -1
         self.skewed = False
         self.locked = False
+        self.unseen: set[bytes] = set()
+        """Generations that were committed without it."""
         self._pace = dice.choice((1, 1, 30, 300))
 
     @property
