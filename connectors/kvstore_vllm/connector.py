@@ -48,7 +48,7 @@ logger = logging.getLogger("vllm.kvstore")
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     """Loads prefixes from a kvstore daemon and stores computed blocks. Options: `ConnectorSettings`.
 
-    The class has 28 methods, because vLLM makes one class of both halves and calls each of its hooks.
+    The class has 29 methods, because vLLM makes one class of both halves and calls each of its hooks.
     """
 
     def __init__(

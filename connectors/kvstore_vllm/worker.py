@@ -296,7 +296,7 @@ class WorkerHalf:
             stored += result.stored + result.present
             if result.denied:
                 break  # its children would be denied too
-            parent = keys[-1]
+            parent = None if group.layout.independent else keys[-1]
         return stored
 
 

@@ -356,6 +356,22 @@ def test_the_end_of_a_step_is_told_after_its_last_save(worker: WorkerHalf, pages
     eventually(lambda: worker.moved() == 1)
 
 
+def test_a_long_window_is_stored_whole(client: Client, layout: Layout, pages: FakePages) -> None:
+    """It takes several reservations, whose blocks have no parents."""
+    windows, keys = replace(layout, kind="independent"), names(90)
+    guard = ExceptionBarrier(logging.getLogger("test"))
+    worker = WorkerHalf(client, guard, [GroupMemory(pages, windows)], NUM_BLOCKS)
+    for _ in keys:
+        pages.go_on.release()
+    orders = Step(number=1, saves=[Save("r", 0, keys, None, list(range(1, 91)))])
+    worker.begin(orders)
+    worker.save(orders)
+    eventually(lambda: worker.moved() == 1)
+    assert client.namespace(windows).contains(keys).all()
+    assert not guard.failures
+    worker.close()
+
+
 def test_a_load_reports_the_pages_without_bytes(client: Client, layout: Layout, worker: WorkerHalf) -> None:
     keys = names(4)
     store(client, layout, keys)
