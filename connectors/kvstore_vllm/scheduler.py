@@ -13,12 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from kvstore import Client, ExceptionBarrier, Layout
 from kvstore_vllm.adapters import Adapters
-from kvstore_vllm.groups import Found, Group, PrefixFinder, in_parts
-from kvstore_vllm.identity import in_epoch
+from kvstore_vllm.groups import Found, Group, in_parts
+from kvstore_vllm.lookup import Lookup
 from kvstore_vllm.messages import Load, Part, Progress, Save, Step
 from kvstore_vllm.references import PageReferences
 from kvstore_vllm.worker import NULL_BLOCK
@@ -30,8 +28,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _NEVER = 1 << 62
-LOOKUP_DEADLINE_S = 0.05
-"""The deadline of a lookup, in seconds: the scheduler, and so every request, waits for it."""
 _AWAKE = 2.0
 """How long an idle engine is kept awake for reports of transfers, in deadlines of a transfer."""
 _ANSWERS = 2
@@ -114,8 +110,7 @@ class SchedulerHalf:
         self._may_load = loads
         self._may_save = saves
         self._whole_inputs = whole_inputs
-        self._layouts: list[list[Layout]] = []
-        self._namespaces: list[list[Any]] = []
+        self._lookup = Lookup(client, groups)
         self._tracked: dict[str, Tracked] = {}
         self._matched: dict[str, Match] = {}
         self._tried: dict[str, int] = {}
@@ -126,20 +121,18 @@ class SchedulerHalf:
         self._awake_until = 0.0
         self._manager: Any = None
         self._references: PageReferences
-        self._finder: PrefixFinder
 
     # -- before a request has pages
 
     def meet(self, layouts: list[list[Layout]]) -> None:
         """Takes the block layouts of each worker, by group. Until then every lookup is a miss."""
-        self._layouts = layouts
-        self._open()
+        self._lookup.meet(layouts, self._next.epoch)
 
     def bind(self, manager: Any) -> None:
         """Takes vLLM's manager of pages, before the first request."""
         self._manager = manager
         self._references = PageReferences(manager.block_pool)
-        self._finder = PrefixFinder(manager.coordinator)
+        self._lookup.bind(manager.coordinator)
 
     def matched(self, request: Request, computed_tokens: int) -> int:
         """Returns how many tokens after the first `computed_tokens` to load.
@@ -153,7 +146,7 @@ class SchedulerHalf:
         if salt is None or request.skip_reading_prefix_cache:
             found = Found(0, [set() for _ in self._groups])
         else:
-            found = self._find(request, salt, first)
+            found = self._lookup.find(request, salt, first)
             # vLLM ends a step there, so that the states at this position are there to be saved.
             if found.junction > request.shared_prefix_boundary:
                 request.shared_prefix_boundary = found.junction // self._alignment * self._alignment
@@ -273,61 +266,12 @@ class SchedulerHalf:
         """Makes all earlier stored blocks misses, because the weights may have changed."""
         self._next.epoch = uuid.uuid4().hex
         self._next.saves.clear()
-        self._open()
+        self._lookup.open(self._next.epoch)
         for tracked in self._tracked.values():
             self._drop_tails(tracked, tracked.tails)
             tracked.ends_saves()  # its pages are from before the reset
 
     # -- within
-
-    def _open(self) -> None:
-        self._namespaces = [
-            [self._client.namespace(in_epoch(layout, self._next.epoch)) for layout in shard]
-            for shard in self._layouts
-        ]
-
-    def _find(self, request: Request, salt: bytes, first: bool) -> Found:
-        """Returns which blocks of a prompt all workers can load."""
-        keys = [group.keys(request.block_hashes, salt) for group in self._groups]
-        stored = self._look_up(keys, first)
-        most = request.num_tokens - 1
-        if self._in_parts:
-            [group] = self._groups
-            usable = most // group.page_tokens * group.page_tokens
-            return Found(min(len(stored[0]) * group.block_tokens, usable), stored)
-        return self._finder.find(self._groups, request.block_hashes, stored, most)
-
-    def _look_up(self, keys: list[list[bytes]], first: bool) -> list[set[int]]:
-        """Returns the indices of blocks, by group, that every worker can load. `first`: counts the prompt."""
-        ends, stored = time.monotonic() + LOOKUP_DEADLINE_S, []
-        tokens = _NEVER
-        for group in self._groups:
-            asked = keys[group.number][: tokens // group.block_tokens]
-            if group.full:
-                count = self._count(group, asked, ends, len(asked) if first else 0)
-                first, tokens = False, min(tokens, count * group.block_tokens)
-                stored.append(set(range(count)))
-            else:
-                stored.append(self._contained(group, asked, ends))
-        return stored
-
-    def _count(self, group: Group, keys: list[bytes], ends: float, prompt: int) -> int:
-        """Returns how many leading blocks every worker can load. `prompt`: see `Namespace.lookup`."""
-        count = len(keys) if self._namespaces else 0
-        for shard in self._namespaces:
-            # Every shard counts the prompt, so that the hit ratio is that of one shard.
-            if count or prompt:
-                left_s = ends - time.monotonic()
-                count = shard[group.number].lookup(keys[:count], left_s, prompt=prompt) if left_s > 0 else 0
-        return count
-
-    def _contained(self, group: Group, keys: list[bytes], ends: float) -> set[int]:
-        mask = np.full(len(keys), bool(self._namespaces))
-        for shard in self._namespaces:
-            if mask.any():
-                left_s = ends - time.monotonic()
-                mask &= shard[group.number].contains(keys, left_s) if left_s > 0 else False
-        return set(np.flatnonzero(mask).tolist())
 
     def _salt(self, request: Request) -> bytes | None:
         """Returns the suffix of a request's keys; None if its blocks may be neither loaded nor stored."""
@@ -336,7 +280,7 @@ class SchedulerHalf:
         return self._adapters.salt(request.lora_request) if request.lora_request else b""
 
     def _saves(self) -> bool:
-        return self._may_save and bool(self._layouts)
+        return self._may_save and bool(self._lookup)
 
     def _ends(self, request: Request, found: Found) -> list[int]:
         """Returns the ends of prefixes that later prompts may share, from the last to the first.

@@ -209,6 +209,7 @@ class Served:
         half, _, name = place.partition(".")
         parts = {
             "scheduler": self.core.scheduler.connector._scheduler,
+            "lookup": self.core.scheduler.connector._scheduler._lookup,
             "worker": self.worker._worker,
             "pages": self.worker._worker._groups[0].pages,
         }

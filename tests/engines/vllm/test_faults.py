@@ -217,7 +217,7 @@ def test_a_store_too_small_for_its_prompts_serves_a_part(plain: Engine, engine: 
     "place",
     [
         "scheduler.matched",
-        "scheduler._look_up",
+        "lookup.find",
         "scheduler._track",
         "scheduler._save",
         "scheduler.finish",
