@@ -108,7 +108,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             if off := next((each.off for each in told if each.off), self._off):
                 logger.warning("nothing is loaded or stored: %s (see without_prefix_caching)", off)
             else:
-                self._half().meet([each.layouts for each in told])
+                # Workers with the same KV have the same layouts.
+                self._half().meet([list(each) for each in dict.fromkeys(tuple(w.layouts) for w in told)])
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """See the base class. Raises ConfigError if vLLM's null block is not the workers' one."""
@@ -191,18 +192,21 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._kv_cache_config.num_blocks,
             self._asynchronous,
             in_parts=in_parts(self._groups),
+            saves=get_tp_group().rank_in_group % self._kv_cache_config.kv_tp_replicas == 0,
         )
 
     def _layout(self, group: Group, caches: dict[str, torch.Tensor], block_bytes: int) -> Layout:
         config = self._vllm_config
         tp, pp = get_tp_group(), get_pp_group()
+        same = self._kv_cache_config.kv_tp_replicas
         return Layout(
             model=identity.model_name(config.model_config, self._revision),
             block_bytes=block_bytes,
             revision=self._revision,
             dtype=f"{config.model_config.dtype}, cache {config.cache_config.cache_dtype}",
             block_tokens=group.block_tokens,
-            shard=f"tp {tp.rank_in_group}/{tp.world_size}, pp {pp.rank_in_group}/{pp.world_size}",
+            shard=f"tp {tp.rank_in_group // same}/{tp.world_size // same}, "
+            f"pp {pp.rank_in_group}/{pp.world_size}",
             kv_layout=identity.kv_layout(
                 config,
                 [each.kv_cache_spec for each in self._kv_cache_config.kv_cache_groups],

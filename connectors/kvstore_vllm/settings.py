@@ -13,7 +13,9 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheGroupRole,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
+    SparseCacheRole,
 )
 
 from kvstore.errors import ConfigError
@@ -27,6 +29,15 @@ SERVED_KINDS: dict[type, dict[str, Any]] = {
         "num_prefill_checkpoint_blocks": 0,
         "tp_replicated": False,
     },
+    MLAAttentionSpec: {
+        "non_causal": False,
+        "tokens_per_state": 1,
+        "cache_dtype_str": "auto",
+        "model_version": None,
+        "cache_role": SparseCacheRole.SPARSE,
+        "is_index_group_leader": False,
+        "non_causal_multi_token_decode": False,
+    },
     SlidingWindowSpec: {"extra_retained_tokens": 0, "tokens_per_state": 1},
 }
 """The served kinds of KV cache, and the served values of their options. Subclasses are not served."""
@@ -37,10 +48,6 @@ SERVED_GROUPS = {
     "role": KVCacheGroupRole.DEFAULT,
 }
 """The served properties of a group of layers."""
-HINTS = {
-    "MLAAttentionSpec": "latent attention is not served; "
-    "VLLM_MLA_DISABLE=1 runs the model with full attention",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +194,9 @@ def _check_group(group: Any) -> None:
     options = SERVED_KINDS.get(type(spec))
     if options is None:
         served = ", ".join(each.__name__ for each in SERVED_KINDS)
-        hint = HINTS.get(kind, f"{served} are served: leave out the connector")
-        raise ConfigError(f"the model's KV cache is of kind {kind}", hint)
+        raise ConfigError(
+            f"the model's KV cache is of kind {kind}", f"{served} are served: leave out the connector"
+        )
     for of, name, served in [(spec, *each) for each in options.items()] + [
         (group, *each) for each in SERVED_GROUPS.items()
     ]:

@@ -147,6 +147,10 @@ class Served:
         """What the connector's blocks of a group look like."""
         return self.worker._worker.layouts[group].to_map()
 
+    def page_digests(self) -> list[list[str]]:
+        """For each worker, see `PageDigests`, which must be the engine's `worker_extension_cls`."""
+        return self.llm.collective_rpc("page_digests")
+
     def num_blocks(self) -> int:
         """The number of KV blocks of the engine."""
         return self.core.scheduler.kv_cache_config.num_blocks

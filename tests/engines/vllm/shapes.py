@@ -96,6 +96,8 @@ SHAPES = {
             "v_head_dim": 128,
             "n_routed_experts": 4,
             "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 64,
             "first_k_dense_replace": 1,
