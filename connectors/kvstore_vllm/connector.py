@@ -30,7 +30,7 @@ from kvstore_vllm.groups import Group, groups_of, in_parts
 from kvstore_vllm.messages import Figures, Handshake, Progress, Step
 from kvstore_vllm.pages import check_covered, pages_of
 from kvstore_vllm.scheduler import SchedulerHalf
-from kvstore_vllm.settings import ConnectorSettings, check_engine, check_model, why_off
+from kvstore_vllm.settings import ConnectorSettings, check_engine, check_model, drops_last_block, why_off
 from kvstore_vllm.worker import NULL_BLOCK, GroupMemory, WorkerHalf
 
 if TYPE_CHECKING:
@@ -63,7 +63,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._failures_told = 0
         self._client = Client(settings.url or None, deadline_s=settings.deadline_s)
         page_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        self._groups = groups_of(kv_cache_config, settings.blocks_per_key(page_tokens))
+        drops = drops_last_block(vllm_config)
+        self._groups = groups_of(kv_cache_config, settings.blocks_per_key(page_tokens), drops)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._revision = ""
@@ -77,6 +78,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 loads=self._kv_transfer_config.is_kv_consumer,
                 saves=self._kv_transfer_config.is_kv_producer,
                 whole_inputs=vllm_config.model_config.is_mm_prefix_lm,
+                drops=drops,
             )
             if reason := settings.without_prefix_caching:
                 logger.warning("serves although prefix caching may be off: %s", reason)
@@ -213,6 +215,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 group.number,
                 caches,
                 self._revision,
+                identity.drafted(config, self._settings.weights_revision),
             ),
             kind="chain" if group.full else "independent",
         )
