@@ -81,7 +81,6 @@ def test_the_vllm_page_has_every_counter() -> None:
 
 REFUSALS = {
     "vllm": [
-        "of kind MLAAttentionSpec",
         "an encoder, and attention to its output",
         "a pooler, which may need every token of a prompt computed",
         "nothing is loaded or stored: ",
