@@ -214,6 +214,17 @@ class Left:
         }
         return cls(on_record, in_dram)
 
+    def keep_known(self, life: Life) -> None:
+        """Only records that the daemon has taken in are promised."""
+        found = live(life)
+        for name, on_record in self.records.items():
+            tier = life.tier_of(name)
+            self.records[name] = {
+                who: record
+                for who, record in on_record.items()
+                if tier is not None and who in found and found[who][0][tier] >= 0
+            }
+
     def check(self, life: Life) -> None:
         """All of it is readable in the daemon that starts now."""
         found = live(life)

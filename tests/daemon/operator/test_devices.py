@@ -298,6 +298,35 @@ def test_blocks_deleted_while_a_device_was_absent_are_not_restored(second: Path,
             assert stored(ns, keys[:-50]) == N - 50
 
 
+def test_devices_that_were_absent_in_turn_restore_no_deleted_block(second: Path, tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    settings = both(second)
+    settings["nvme"]["path"] = first
+    with LocalDaemon(settings) as daemon, Client(daemon.url, strict=True, deadline_s=10) as client:
+        file = daemon.folder / "kvstore.toml"
+        two, layout, keys = file.read_text(), new_layout(), names(N)
+
+        def starts(config: str) -> Any:
+            daemon.stop()
+            file.write_text(config)
+            daemon.start()
+            return client.namespace(layout)
+
+        store(client.namespace(layout), keys)
+        eventually(lambda: idle(client.status()))
+        alone = "".join(line for line in two.splitlines(True) if "nvme1" not in line)
+        x, y = keys[: N // 2], keys[N // 2 :]
+        for path, deleted in ((first, x), (second, y)):
+            ns = starts(alone.replace(str(first), str(path)))
+            for part in (x, y) if path == first else ():
+                assert 0 < sum(ns.contains(part)) < len(part), "each device has a part of both"
+            ns.invalidate(deleted)
+            assert not any(ns.contains(deleted))
+        ns = starts(two)
+        assert not any(ns.contains(x)), "the second device was absent when these were deleted"
+        assert not any(ns.contains(y)), "the first device was absent when these were deleted"
+
+
 def test_a_device_of_another_node_brings_no_block_into_another_namespace(
     second: Path, tmp_path: Path
 ) -> None:
