@@ -41,7 +41,6 @@ class Durability:
         self._random_bits = random_bits
         self._prepared_changes = -1
         self._committed_changes = -1
-        self._raising = False
         self._waiting: list[Ended] = []
 
     def new_name(self) -> bytes:
@@ -64,7 +63,7 @@ class Durability:
             self._on_all(Journal.when_durable, partial(self._settled, changes, done))
             return
         self._waiting.append(done)
-        if not self._raising:
+        if len(self._waiting) == 1:
             self._raise(changes)
 
     def _settled(self, changes: int, done: Ended, error: Exception | None) -> None:
@@ -76,7 +75,6 @@ class Durability:
     # -- raising the generation
 
     def _raise(self, changes: int) -> None:
-        self._raising = True
         # After a failure, the same devices are given the same name again.
         if self._prepared_changes != changes:
             self._prepared_changes = changes
@@ -96,7 +94,6 @@ class Durability:
         self._raised(error)
 
     def _raised(self, error: Exception | None) -> None:
-        self._raising = False
         waiting, self._waiting = self._waiting, []
         for done in waiting:
             if error is None:
@@ -114,13 +111,13 @@ class Durability:
     def _on_all(self, begin: Callable[[Journal, Done], None], done: Ended) -> None:
         """Begins something on all devices. Calls `done` on the loop when all have ended, with an error."""
         devices = list(self._tiers.devices.values())
-        left, failure = len(devices), None
+        left, failure = len(devices) + 1, None
 
         def ended(error: Exception | None) -> None:
             nonlocal left, failure
             left -= 1
             failure = error or failure
-            if left <= 0:
+            if not left:
                 done(failure)
 
         for device in devices:
@@ -128,8 +125,7 @@ class Durability:
                 begin(device.journal, partial(self._core.post, ended))
             except TierError as refused:
                 self._core.post(ended, refused)
-        if not devices:
-            self._core.post(ended, None)
+        self._core.post(ended, None)  # also ends if there are no devices
 
 
 @dataclass(slots=True, eq=False)

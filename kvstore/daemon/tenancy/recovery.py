@@ -55,8 +55,8 @@ class Recovery:
         histories = [device.journal.history for device in devices.values()]
         resolution = resolve(histories, self._durability.new_name())
         self._durability.history = resolution.history
-        for tier, (name, device) in enumerate(devices.items(), DRAM + 1):
-            current = resolution.current[tier - DRAM - 1]
+        found = zip(devices.items(), resolution.current, strict=True)
+        for tier, ((name, device), current) in enumerate(found, DRAM + 1):
             if not current:
                 _log.warning("%s was absent while blocks were invalidated: it starts empty", name)
             self._restore_device(tier, device, current)

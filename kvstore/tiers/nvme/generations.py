@@ -21,7 +21,6 @@ diverged. All of this loses blocks, and never restores one.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,7 +28,7 @@ NAME_BYTES = 16
 MOST_COMMITTED = 1024
 MOST_PREPARED = 16
 
-_COUNT = struct.Struct("<Q")
+_COUNT_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ class History:
 
     def pack(self) -> bytes:
         """Returns the value of the record: number of committed names (u64), names."""
-        return _COUNT.pack(len(self.committed)) + b"".join(self.names)
+        return len(self.committed).to_bytes(_COUNT_BYTES, "little") + b"".join(self.names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,25 +68,22 @@ def resolve(histories: Sequence[History], name: bytes) -> Resolution:
     """Decides which of the devices with these histories keep their blocks. `name` is a new one."""
     newest = {history.committed[-1] for history in histories if history.committed}
     current = tuple(newest <= set(history.names) for history in histories)
-    kept = [history for history, keeps in zip(histories, current, strict=True) if keeps]
-    if kept:
-        names = kept[0].names
-        committed = max((names.index(each) + 1 for each in newest), default=0)
-        prepared = (*names[committed:], *(each for history in histories for each in history.prepared))
-        more = dict.fromkeys(each for each in prepared if each not in names[:committed])
-        return Resolution(_history(names[:committed], tuple(more)), current)
-    everything = dict.fromkeys(each for history in histories for each in history.names)
-    return Resolution(_history((*everything, name), ()), current)
+    if not any(current):
+        everything = dict.fromkeys(each for history in histories for each in history.names)
+        return Resolution(_history((*everything, name), ()), current)
+    names = histories[current.index(True)].names
+    committed = names[: max((names.index(each) + 1 for each in newest), default=0)]
+    prepared = dict.fromkeys(each for history in histories for each in history.prepared)
+    return Resolution(_history(committed, tuple(each for each in prepared if each not in committed)), current)
 
 
 def unpack(value: bytes) -> History:
     """Returns the history in a record. ValueError if it is damaged."""
-    names, rest = divmod(len(value) - _COUNT.size, NAME_BYTES)
-    if names < 0 or rest or _COUNT.unpack_from(value)[0] > names:
+    committed = int.from_bytes(value[:_COUNT_BYTES], "little")
+    names = tuple(value[at : at + NAME_BYTES] for at in range(_COUNT_BYTES, len(value), NAME_BYTES))
+    if (len(value) - _COUNT_BYTES) % NAME_BYTES or committed > len(names):
         raise ValueError(f"a history of generations with {len(value)} bytes makes no sense")
-    found = tuple(value[at : at + NAME_BYTES] for at in range(_COUNT.size, len(value), NAME_BYTES))
-    committed = _COUNT.unpack_from(value)[0]
-    return History(found[:committed], found[committed:])
+    return History(names[:committed], names[committed:])
 
 
 def from_number(generation: int) -> History:
