@@ -458,10 +458,14 @@ class World:
 
     def _audit_disks(self) -> None:
         for disk in self.disks.values() if not self.faults.corrupted else ():
-            self._checked("records prove their slots", audit.records_prove_their_slots, disk)
+            # The second device has a limit of its own: alone, it gets that of the first one.
+            prove = audit.records_prove_their_slots
+            self._checked("records prove their slots", prove, disk, self.takes_turns)
             if disk.unseen:
                 continue  # it has yet to forget
             for (number, key), record in audit.records(disk).items():
+                if record.extent not in disk.slabs:
+                    continue
                 space = self._space(disk, number)
                 if self.oracle.is_forgotten(space, key, record.payload(disk)):
                     where = f"{key!r} of {SPACES[space]} on {disk.name}"
