@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore import Client, ExceptionBarrier, Layout
 from kvstore_vllm.adapters import Adapters
-from kvstore_vllm.groups import Found, Group, in_parts
+from kvstore_vllm.groups import Found, Group, in_parts, prompt_ends
 from kvstore_vllm.lookup import Lookup
 from kvstore_vllm.messages import Load, Part, Progress, Save, Step
 from kvstore_vllm.references import PageReferences
@@ -285,14 +285,13 @@ class SchedulerHalf:
     def _ends(self, request: Request, found: Found) -> list[int]:
         """Returns the ends of prefixes that later prompts may share, from the last to the first.
 
-        These are the end of the prompt, for a longer one and for the same one (its last token is computed
-        again), and the position where an earlier prompt has parted from it.
+        These are the ends of the prompt, and the position where an earlier prompt has parted from it.
         """
         # Held pages must not make the engine preempt the same request again and again.
         if not self._saves() or self._in_parts or request.num_preemptions:
             return []
-        prompt, size = request.num_prompt_tokens, self._alignment
-        ends = {prompt // size * size, (prompt - 1) // size * size, found.junction // size * size}
+        ends = prompt_ends(request.num_prompt_tokens, self._alignment)
+        ends.add(found.junction // self._alignment * self._alignment)
         return sorted(ends - {0}, reverse=True)
 
     def _confirmed_tokens(self, tracked: Tracked) -> int:
@@ -354,15 +353,14 @@ class SchedulerHalf:
         self, tracked: Tracked, end: int, block_ids: Sequence[Sequence[int]], of_answer: bool
     ) -> None:
         for group in self._groups:
-            first, stop = group.first_needed(end), end // group.block_tokens
-            wanted = range(first, stop)
+            wanted = group.needed(end)
             if group.full or group.state or not wanted:
                 continue
-            ids = list(block_ids[group.number][first:stop])
+            ids = list(block_ids[group.number][wanted.start : wanted.stop])
             # Without one of them the others are of no use.
             if tracked.found[group.number].issuperset(wanted) or len(ids) < len(wanted) or NULL_BLOCK in ids:
                 continue
-            tracked.tails.append(Tail(group, end, first, self._references.hold(ids), of_answer))
+            tracked.tails.append(Tail(group, end, wanted.start, self._references.hold(ids), of_answer))
 
     def _drop_tails(self, tracked: Tracked, tails: Iterable[Tail]) -> None:
         for tail in list(tails):
