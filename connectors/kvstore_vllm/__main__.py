@@ -25,10 +25,9 @@ _ENVIRONMENT = {
 def main(arguments: list[str]) -> int:
     """Runs the command. Returns its exit code."""
     try:
+        _check_order(arguments)
         options, rest = _parser().parse_known_args(arguments)
         dram_bytes, nvme_bytes = _tier("--dram", options.dram), _tier("--nvme", options.nvme)
-        if options.model.startswith("-"):
-            raise MisuseError("the model comes before vLLM's arguments", "check MODEL --dtype bfloat16")
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         with redirect_stdout(sys.stderr):
@@ -42,6 +41,13 @@ def main(arguments: list[str]) -> int:
 
     print(as_json(report) if options.json else as_text(report))
     return 0 if report.served else 1
+
+
+def _check_order(arguments: list[str]) -> None:
+    """Raises MisuseError if the model is not first: the value of an option of vLLM would be taken for it."""
+    first = arguments[1] if len(arguments) > 1 else ""
+    if first.startswith("-") and first not in ("-h", "--help"):
+        raise MisuseError(f"{first} comes before the model", "check MODEL [options] [arguments of vLLM]")
 
 
 def _parser() -> argparse.ArgumentParser:

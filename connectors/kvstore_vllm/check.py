@@ -54,9 +54,13 @@ class GroupReport:
 
 @dataclass(frozen=True, slots=True)
 class PromptReport:
-    """What is stored of a prompt that shares nothing with others, and how many such prompts fit in a tier."""
+    """What is stored of a prompt that shares nothing with others, and how many such prompts fit in a tier.
+
+    `blocks`: the stored blocks by group, of each shard.
+    """
 
     tokens: int
+    blocks: list[int]
     stored_bytes: int
     dram: int
     nvme: int
@@ -263,4 +267,4 @@ def _prompt(report: Report, groups: list[Group], shards: list[list[int]], tokens
         how_often(blocks, limit, memory) if stored_bytes else 0
         for limit, memory in ((report.dram_bytes, True), (report.nvme_bytes, False))
     )
-    return PromptReport(tokens, stored_bytes, dram, nvme)
+    return PromptReport(tokens, counts, stored_bytes, dram, nvme)
