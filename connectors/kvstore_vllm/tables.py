@@ -77,7 +77,11 @@ def _prompts(report: Report) -> str:
     tiers = [("DRAM", report.dram_bytes), ("NVMe", report.nvme_bytes)]
     head = ["prompt", "stored", *(f"in {_size(limit)} {name}" for name, limit in tiers)]
     rows = [
-        [f"{each.tokens:,}", _size(each.stored_bytes), f"{each.dram:,}", f"{each.nvme:,}"]
+        [
+            f"{each.tokens:,}",
+            _size(each.stored_bytes),
+            *(f"{count:,}" if each.stored_bytes else "-" for count in (each.dram, each.nvme)),
+        ]
         for each in report.prompts
     ]
     return table([head, *rows], "rrrr")

@@ -62,18 +62,19 @@ def report_of(folder: Path, name: str, *more: str, shards: int = 1) -> Report:
     return check(configuration(str(folder), [*flags(name, shards), *more]), GIB, 4 * GIB)
 
 
-@pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize(
     "name",
     ["llama", "interleaved windows", "sinks", "chunks", "linear attention", "short convolutions", "latent"],
 )
-def test_groups_are_those_of_an_engine(
-    process: Engine, folders: dict[str, Path], name: str, shards: int
-) -> None:
+def test_groups_are_those_of_an_engine(process: Engine, folders: dict[str, Path], name: str) -> None:
     """An engine without the connector, so that refused models start as well."""
-    process.restart(model=str(folders[name]), **options(name, shards))
-    decided = process("kv_cache_config")
-    found = derive(configuration(str(folders[name]), flags(name, shards)))
+    process.restart(model=str(folders[name]), **options(name))
+    assert_groups(process, folders[name], name)
+
+
+def assert_groups(engine: Engine, folder: Path, name: str, shards: int = 1) -> None:
+    decided = engine("kv_cache_config")
+    found = derive(configuration(str(folder), flags(name, shards)))
     groups = found.kv_cache_config.kv_cache_groups
     assert [[list(each.layer_names), repr(each.kv_cache_spec)] for each in groups] == decided["groups"]
     assert found.kv_cache_config.cache_hit_alignment_tokens == decided["alignment_tokens"]
@@ -81,29 +82,36 @@ def test_groups_are_those_of_an_engine(
     assert (stage.page_bytes, KV_BYTES // stage.page_bytes) == (decided["page_bytes"], decided["blocks"])
 
 
-@pytest.mark.parametrize(
-    ("name", "shards"),
-    [
-        ("llama", 1), ("llama", 2), ("interleaved windows", 1), ("interleaved windows", 2), ("chunks", 1),
-        ("linear attention", 1),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name", ["llama", "interleaved windows", "chunks", "linear attention"])
 def test_a_prompt_is_stored_in_the_blocks_that_the_check_tells(
-    process: Engine, folders: dict[str, Path], name: str, shards: int
+    process: Engine, folders: dict[str, Path], name: str
 ) -> None:
-    report = report_of(folders[name], name, shards=shards)
-    assert report.served, report.refusals
-    asked = report.prompts[0]
-    assert asked.tokens == 1024
     with LocalDaemon({"dram": {"limit": "128MiB", "huge_pages": False}}) as own:
         named = connector(own, weights_revision="of this test")
-        process.restart(model=str(folders[name]), **options(name, shards), **named)
-        process.generate([prompt(900, 1024)], max_tokens=1)
-        with Client(own.url, deadline_s=10.0) as client:
-            eventually(lambda: client.status()["blocks"] >= sum(asked.blocks) * shards)
-            assert client.status()["blocks"] == sum(asked.blocks) * shards
-            stored = [each["block_bytes"] for each in client.control("namespaces")["namespaces"]]
+        process.restart(model=str(folders[name]), **options(name), **named)
+        assert_stored(process, own, folders[name], name)
+
+
+def assert_stored(engine: Engine, own: LocalDaemon, folder: Path, name: str, shards: int = 1) -> None:
+    report = report_of(folder, name, shards=shards)
+    assert report.served, report.refusals
+    asked, blocks = report.prompts[0], sum(report.prompts[0].blocks) * shards
+    assert asked.tokens == 1024
+    engine.generate([prompt(900, 1024)], max_tokens=1)
+    with Client(own.url, deadline_s=10.0) as client:
+        eventually(lambda: client.status()["blocks"] >= blocks)
+        assert client.status()["blocks"] == blocks
+        stored = [each["block_bytes"] for each in client.control("namespaces")["namespaces"]]
     assert sorted(stored) == sorted(each for group in report.groups for each in group.shard_bytes * shards)
+
+
+def test_each_shard_has_the_bytes_that_the_check_tells(folders: dict[str, Path]) -> None:
+    name, shards = "interleaved windows", 2
+    with LocalDaemon({"dram": {"limit": "128MiB", "huge_pages": False}}) as own:
+        named = connector(own, weights_revision="of this test")
+        with Engine(folders[name], **options(name, shards), **named) as engine:
+            assert_groups(engine, folders[name], name, shards)
+            assert_stored(engine, own, folders[name], name, shards)
 
 
 def test_numbers_add_up(folders: dict[str, Path]) -> None:
@@ -259,17 +267,33 @@ def command(
     )
 
 
-def test_the_command_prints_aligned_tables(folders: dict[str, Path]) -> None:
-    folder = folders["interleaved windows"]
-    done = command(folder, *flags("interleaved windows", 2), "--dram", "64GiB", "--nvme", "2TiB")
-    assert (done.returncode, done.stdout) == (0, TABLES.format(folder=folder)), done.stderr
-
-
 TABLES = """\
 model   {folder} (Gemma3ForCausalLM, float32)
 shards  2 tensor-parallel x 1 pipeline
 result  served
+
+group  kind            layers  window  block tokens  block  block a shard  a token
+0      sliding window       2      64            32  32KiB          16KiB     1KiB
+1      full attention       2       -            32  32KiB          16KiB     1KiB
+all                         4                                                 2KiB
+
+vLLM has 65,536 blocks per GiB of a worker's KV memory. A prefix ends at a multiple of 32 tokens.
+
+prompt  stored  in 64GiB DRAM  in 2TiB NVMe
+ 1,024  1.1MiB         59,223     1,917,396
+ 2,048  2.1MiB         30,937     1,001,624
+
+settings
+  --kv-transfer-config '{settings}'
 """
+
+
+def test_the_command_prints_aligned_tables(folders: dict[str, Path]) -> None:
+    folder = folders["interleaved windows"]
+    done = command(folder, *flags("interleaved windows", 2), "--dram", "64GiB", "--nvme", "2TiB")
+    settings = json.dumps({**checks.CONNECTOR, "kv_connector_extra_config": {}})
+    assert done.stdout == TABLES.format(folder=folder, settings=settings), done.stderr
+    assert done.returncode == 0
 
 
 def test_the_command_prints_json_and_refuses(folders: dict[str, Path]) -> None:
