@@ -220,6 +220,7 @@ class Served:
         parts = {
             "scheduler": self.core.scheduler.connector._scheduler,
             "lookup": self.core.scheduler.connector._scheduler._lookup,
+            "tails": self.core.scheduler.connector._scheduler._tails,
             "worker": self.worker._worker,
             "pages": self.worker._worker._groups[0].pages,
         }
