@@ -47,6 +47,10 @@ class Group:
             return end // self.chunk_tokens * self.chunk_tokens // self.block_tokens
         return max(0, end // self.block_tokens - self.window_blocks) if self.window_blocks else 0
 
+    def needed(self, end: int) -> range:
+        """Returns the indices of the blocks that a prefix with `end` tokens needs."""
+        return range(self.first_needed(end), end // self.block_tokens)
+
     @property
     def page_tokens(self) -> int:
         """The tokens of one page."""
@@ -82,6 +86,24 @@ def groups_of(kv_cache_config: Any, pages_per_key: int = 1, drops: bool = False)
 def in_parts(groups: Sequence[Group]) -> bool:
     """Returns whether a request can be resumed behind each leading block: one group of full attention."""
     return len(groups) == 1 and groups[0].full
+
+
+def prompt_ends(tokens: int, alignment: int) -> set[int]:
+    """Returns where a later prompt resumes behind a prompt of `tokens` tokens; 0: nowhere.
+
+    These are the last multiples of `alignment` in the prompt, for a longer prompt, and before its last token,
+    for the same prompt, whose last token is computed again.
+    """
+    return {tokens // alignment * alignment, (tokens - 1) // alignment * alignment}
+
+
+def stored_blocks(groups: Sequence[Group], tokens: int, alignment: int) -> list[int]:
+    """Returns the number of blocks by group that are stored of a prompt which shares nothing with others."""
+    ends = prompt_ends(tokens, alignment) - {0}
+    return [
+        tokens // group.block_tokens if group.full else len(set().union(*(group.needed(end) for end in ends)))
+        for group in groups
+    ]
 
 
 def _reach(spec: Any, drops: bool) -> dict[str, Any]:

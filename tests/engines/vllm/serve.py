@@ -174,6 +174,16 @@ class Served:
         """The number of groups of layers."""
         return len(self.core.scheduler.kv_cache_config.kv_cache_groups)
 
+    def kv_cache_config(self) -> dict[str, Any]:
+        """How the engine lays out its KV: layers and kind of each group, alignment, bytes of a block."""
+        config = self.core.scheduler.kv_cache_config
+        return {
+            "groups": [[list(each.layer_names), repr(each.kv_cache_spec)] for each in config.kv_cache_groups],
+            "alignment_tokens": config.cache_hit_alignment_tokens,
+            "page_bytes": config.kv_cache_tensors[0].size // config.num_blocks,
+            "blocks": config.num_blocks,
+        }
+
     def keys(self, prompt: list[int], group: int = 0) -> list[str]:
         """The keys under which a prompt's blocks of a group are stored, in hex."""
         asked = EngineCoreRequest(
