@@ -22,7 +22,7 @@ from kvstore.errors import DeniedError, RemoteProtocolError, TierError, Unavaila
 logger = logging.getLogger("vllm.kvstore")
 
 NOT_STORED, LATE, UNAVAILABLE, REFUSED = "not_stored", "late", "unavailable", "refused"
-DAMAGED, CANCELLED, FAILED, DENIED, DROPPED = "damaged", "cancelled", "failed", "denied", "dropped"
+DAMAGED, CANCELLED, FAILED, DROPPED = "damaged", "cancelled", "failed", "dropped"
 LOADED, STORED, PRESENT = "loaded", "stored", "present"
 
 UNANSWERED = (UnavailableError, DeniedError, TierError, TimeoutError)
@@ -68,7 +68,7 @@ METRICS = (
         "save_blocks",
         "Stored blocks that were to be saved, of all workers, by outcome.",
         "outcome",
-        (STORED, PRESENT, DENIED, LATE, UNAVAILABLE, REFUSED, CANCELLED, DROPPED, FAILED),
+        (STORED, PRESENT, LATE, UNAVAILABLE, REFUSED, CANCELLED, DROPPED, FAILED),
     ),
     Metric(
         "loaded_bytes",
@@ -238,10 +238,9 @@ class Recorder:
         self.add(asked, "asked_tokens")
         self.add(hit, "hit_tokens")
         self.add(asked - hit, "missed_tokens", why)
-        logger.debug(
-            "%s: %d of %d tokens hit, behind %d of the engine's own%s",
-            request_id, hit, asked, computed, f"; others {why}" if hit < asked else "",
-        )  # fmt: skip
+        if _debugs():
+            found = f"{hit} of {asked} tokens found behind {computed} of the engine's own cache"
+            logger.debug("%s: %s%s", request_id, found, _others(asked - hit, why))
 
     def unasked(self, request_id: str, why: str) -> None:
         """Records that the store was not asked for a request."""
@@ -249,27 +248,33 @@ class Recorder:
 
     def loaded(self, request_id: str, group: int, wanted: int, block_bytes: int, outcome: Outcome) -> None:
         """Records a load of `wanted` engine blocks of a group, from stored blocks of `block_bytes`."""
+        lost = wanted - outcome.good
         self.add(outcome.good, "load_blocks", LOADED)
-        self.add(wanted - outcome.good, "load_blocks", outcome.why)
+        self.add(lost, "load_blocks", outcome.why)
         for tier, blocks in outcome.read.items():
             self.add(blocks * block_bytes, "loaded_bytes", Tier(tier).name.lower())
-        if logger.isEnabledFor(logging.DEBUG):
-            tiers = ", ".join(f"{n} from {Tier(tier).name}" for tier, n in outcome.read.items())
-            why = f"; others {outcome.why}" if outcome.good < wanted else ""
-            logger.debug(
-                "%s: loaded %d of %d blocks of group %d%s%s",
-                request_id, outcome.good, wanted, group, f" ({tiers})" if tiers else "", why,
-            )  # fmt: skip
+        if _debugs():
+            done = f"loaded {outcome.good} of {wanted} blocks of group {group}"
+            read = "".join(f", {n * block_bytes} bytes from {Tier(t).name}" for t, n in outcome.read.items())
+            logger.debug("%s: %s%s%s", request_id, done, read, _others(lost, outcome.why))
 
     def saved(self, request_id: str, group: int, wanted: int, block_bytes: int, outcome: Outcome) -> None:
         """Records a save of `wanted` stored blocks of a group."""
-        stored = outcome.good - outcome.present
+        stored, lost = outcome.good - outcome.present, wanted - outcome.good
         self.add(stored, "save_blocks", STORED)
         self.add(outcome.present, "save_blocks", PRESENT)
-        self.add(wanted - outcome.good, "save_blocks", outcome.why)
+        self.add(lost, "save_blocks", outcome.why)
         self.add(stored * block_bytes, "saved_bytes")
-        logger.debug(
-            "%s: saved %d of %d blocks of group %d, %d present%s",
-            request_id, stored, wanted, group, outcome.present,
-            f"; others {outcome.why}" if outcome.good < wanted else "",
-        )  # fmt: skip
+        if _debugs():
+            done = f"saved {stored} of {wanted} blocks of group {group}, {stored * block_bytes} bytes"
+            present = f", {outcome.present} present" if outcome.present else ""
+            logger.debug("%s: %s%s%s", request_id, done, present, _others(lost, outcome.why))
+
+
+def _debugs() -> bool:
+    return logger.isEnabledFor(logging.DEBUG)
+
+
+def _others(count: int, why: str) -> str:
+    """Returns the end of a line: why `count` tokens or blocks are missing from it."""
+    return f"; {count} {why}" if count else ""

@@ -20,10 +20,10 @@ from kvstore_vllm.messages import Load, Part, Save, Step
 from kvstore_vllm.metrics import (
     CANCELLED,
     DAMAGED,
-    DENIED,
     DROPPED,
     LATE,
     NOT_STORED,
+    REFUSED,
     UNANSWERED,
     UNAVAILABLE,
     Outcome,
@@ -318,7 +318,7 @@ class WorkerHalf:
             outcome.good += result.stored + result.present
             outcome.present += result.present
             if result.denied:
-                outcome.why = DENIED
+                outcome.why = REFUSED
                 break  # its children would be denied too
             parent = None if group.layout.independent else keys[-1]
 
