@@ -26,7 +26,7 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
-from vllm.distributed.kv_events import BlockStored, KVEventBatch
+from vllm.distributed.kv_events import BlockStored
 
 from kvstore import Client, ExceptionBarrier, Layout
 from kvstore.lab.local_daemon import LocalDaemon
@@ -326,10 +326,10 @@ class Served:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("seen")
     model, log = add_tokenizer(make_model(folder / "model")), folder / "log"
-    events = f"tcp://127.0.0.1:{free_port()}"
+    port = free_port()
     with LocalDaemon({**DRAM, "events": {"listen": "tcp://127.0.0.1:*", "node": "n"}}) as daemon:
         flag = json.dumps(connector(daemon)["kv_transfer_config"])
-        config = json.dumps({"enable_kv_cache_events": True, "endpoint": events})
+        config = json.dumps({"enable_kv_cache_events": True, "endpoint": f"tcp://*:{port}"})
         with (
             log.open("w") as file,
             server(
@@ -337,7 +337,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
                 VLLM_LOGGING_LEVEL="DEBUG", VLLM_SERVER_DEV_MODE="1",
             ) as url,
         ):  # fmt: skip
-            yield Served(url, model, daemon, log, events)
+            yield Served(url, model, daemon, log, f"tcp://127.0.0.1:{port}")
 
 
 def test_metrics_and_debug_lines_say_what_happened_to_a_prompt(served: Served) -> None:
@@ -384,16 +384,43 @@ def test_metrics_and_debug_lines_say_what_happened_to_a_prompt(served: Served) -
         assert expected in lines, lines
 
 
-def heard(address: str, topic: bytes, end: float) -> Iterator[bytes]:
-    """The payloads that a publisher sends until `end`."""
-    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
-        socket.connect(address)
-        socket.subscribe(topic)
-        while (left_s := end - time.monotonic()) > 0:
-            if socket.poll(1000 * min(left_s, 0.2)):
-                yield socket.recv_multipart()[-1]
-            else:
-                yield b""
+class Router:
+    """What a subscriber learns of one prompt's blocks: their tokens by name, and their media."""
+
+    def __init__(self, address: str, topic: str, asked: list[int]) -> None:
+        self.known: dict[Any, tuple[int, ...]] = {}
+        self.media: set[str | None] = set()
+        self._blocks = {
+            tuple(asked[at : at + BLOCK_TOKENS]) for at in range(0, full_blocks(len(asked)), BLOCK_TOKENS)
+        }
+        self._socket = zmq.Context.instance().socket(zmq.SUB)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(address)
+        self._socket.subscribe(topic.encode())
+
+    def hear(self) -> bool:
+        """Takes in what has arrived. Returns whether all blocks are known."""
+        while self._socket.poll(20):
+            *_, payload = self._socket.recv_multipart()
+            _, events, *_ = msgspec.msgpack.decode(payload)
+            for event in events:
+                self._note(event)
+        return set(self.known.values()) == self._blocks
+
+    def _note(self, event: Any) -> None:
+        """Notes stored blocks. vLLM's events are maps, the daemon's are arrays: routers read both."""
+        if isinstance(event, list):
+            event = dict(zip(("type", *BlockStored.__struct_fields__), event, strict=False))
+        if event["type"] != "BlockStored":
+            return
+        size = event["block_size"]
+        for i, name in enumerate(event["block_hashes"]):
+            if (tokens := tuple(event["token_ids"][i * size : (i + 1) * size])) in self._blocks:
+                self.known[name] = tokens
+                self.media.add(event["medium"])
+
+    def close(self) -> None:
+        self._socket.close()
 
 
 def test_the_engine_and_the_daemon_give_a_block_the_same_name_in_their_events(served: Served) -> None:
@@ -401,41 +428,18 @@ def test_the_engine_and_the_daemon_give_a_block_the_same_name_in_their_events(se
     with Client(served.daemon.url, deadline_s=10.0) as client:
         address = client.status()["events"]["listen"]
     asked = prompt(910, 300)
-    want = full_blocks(300) // BLOCK_TOKENS
-    end = time.monotonic() + 60
-    streams = [heard(served.events, b"", end), heard(address, b"kv@n@", end)]
-    known: list[dict[int, tuple[int, ...]]] = [{}, {}]
-    media: list[set[str | None]] = [set(), set()]
-
-    def hear() -> bool:
-        for i, stream in enumerate(streams):
-            if payload := next(stream, b""):
-                for event in events_of(payload):
-                    _take(event, known[i], media[i], asked)
-        return [len(each) for each in known] == [want, want]
-
-    hear()  # both are subscribed to
-    time.sleep(1)
-    served.ask(asked)
-    assert eventually(hear, 60), known
-    assert known[0] == known[1]
-    assert media == [{"GPU"}, {"CPU"}]
-
-
-def events_of(payload: bytes) -> list[Any]:
-    return msgspec.msgpack.decode(payload, type=KVEventBatch).events
-
-
-def _take(event: Any, known: dict[int, tuple[int, ...]], media: set[str | None], asked: list[int]) -> None:
-    """Notes the stored blocks of a prompt by their names."""
-    if not isinstance(event, BlockStored):
-        return
-    size, text = event.block_size, tuple(asked)
-    for i, name in enumerate(event.block_hashes):
-        tokens = tuple(event.token_ids[i * size : (i + 1) * size])
-        if tokens in {text[at : at + size] for at in range(0, len(text), size)}:
-            known[name] = tokens
-            media.add(event.medium)
+    routers = [Router(served.events, "", asked), Router(address, "kv@n@", asked)]
+    try:
+        time.sleep(1)  # until they are subscribed
+        served.ask(asked)
+        for router in routers:
+            eventually(router.hear, 30)
+    finally:
+        for router in routers:
+            router.close()
+    engine, daemon = routers
+    assert engine.known == daemon.known
+    assert (engine.media, daemon.media) == ({"GPU"}, {"CPU"})
 
 
 BENCH = "from vllm.entrypoints.cli.benchmark.serve import BenchmarkServingSubcommand as b; \
@@ -445,12 +449,12 @@ made = p(); b.add_cli_args(made); b.cmd(made.parse_args())"
 
 
 def test_the_benchmark_of_the_page_runs_and_is_served_by_the_store(served: Served) -> None:
-    [line] = [
-        text.replace("\\\n", " ")
-        for text in re.findall(r"```\n(.*?)```", PAGE, re.DOTALL)
-        if text.startswith("vllm bench serve")
-    ]
-    words = shlex.split(line.replace("MODEL", str(served.model)).replace("http://localhost:8000", served.url))
+    [line] = re.findall(r"^vllm bench serve .*?(?=^```)", PAGE, re.DOTALL | re.MULTILINE)
+    words = shlex.split(
+        line.replace("\\\n", " ")
+        .replace("MODEL", str(served.model))
+        .replace("http://localhost:8000", served.url)
+    )
     options = dict(zip(words[3::2], words[4::2], strict=True))
     # A smaller one: three requests with a prefix of two blocks.
     options |= {
