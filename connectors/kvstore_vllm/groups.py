@@ -122,12 +122,13 @@ class Found:
 
     `tokens`: the length of the longest prefix that all groups have. `stored`: the indices of stored blocks by
     group. `junction`: the end of the longest prefix that some group has; another prompt parts from this one
-    there, or later.
+    there, or later. `why`: the reason if the daemon has not answered; its blocks count as not stored.
     """
 
     tokens: int
     stored: list[set[int]]
     junction: int = 0
+    why: str = ""
 
 
 class PrefixFinder:

@@ -30,6 +30,7 @@ from vllm.v1.engine import EngineCoreRequest  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
 
 from kvstore.errors import UnavailableError  # noqa: E402
+from kvstore_vllm.metrics import Figures  # noqa: E402
 
 
 class Served:
@@ -250,9 +251,9 @@ class Served:
         worker, counted = self.worker._worker, Counter[str]()
         take = worker.counts
 
-        def counts() -> Counter[str]:
+        def counts() -> dict[str, Any]:
             latest = take()
-            counted.update(latest)
+            counted.update(Figures(latest).reduce())
             return latest
 
         worker.counts, self._counted = counts, counted
