@@ -6,7 +6,7 @@ import difflib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -64,22 +64,9 @@ class ConnectorSettings:
     @classmethod
     def of(cls, extra: dict[str, Any]) -> ConnectorSettings:
         """Parses an engine's extra config. Raises ConfigError."""
-        known = {field.name: field for field in fields(cls)}
-        for name, value in extra.items():
-            if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-                raise ConfigError(f"kv_connector_extra_config: unknown key {name!r}", hint)
-            kind = type(known[name].default)
-            if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
-                raise ConfigError(f"kv_connector_extra_config: {name} is {value!r}", f"a {kind.__name__}")
-        settings = cls(**extra)
+        settings = _parsed(cls, extra, "kv_connector_extra_config")
         if settings.load not in ("async", "sync"):
             raise ConfigError(f"kv_connector_extra_config: load is {settings.load!r}", "async or sync")
-        if not 0 < settings.deadline_s < 86400:
-            raise ConfigError(
-                f"kv_connector_extra_config: deadline_s is {settings.deadline_s}", "seconds, more than 0"
-            )
         return settings
 
     def blocks_per_key(self, engine_block_tokens: int) -> int:
@@ -91,6 +78,40 @@ class ConnectorSettings:
                 f"a multiple of the engine's block size, {engine_block_tokens}",
             )
         return count
+
+
+@dataclass(frozen=True, slots=True)
+class TierSettings:
+    """The options of the tier below vLLM's CPU tier. `deadline_s`: bounds every lookup, store and load."""
+
+    url: str = ""
+    deadline_s: float = 1.0
+    weights_revision: str = ""
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> TierSettings:
+        """Parses an entry of `secondary_tiers`. Raises ConfigError."""
+        return _parsed(cls, given, "secondary_tiers")
+
+
+_Settings = TypeVar("_Settings", ConnectorSettings, TierSettings)
+
+
+def _parsed(cls: type[_Settings], given: dict[str, Any], where: str) -> _Settings:
+    """Returns the settings of the dictionary that is called `where`. Raises ConfigError."""
+    known = {field.name: field for field in fields(cls)}
+    for name, value in given.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+            raise ConfigError(f"{where}: unknown key {name!r}", hint)
+        kind = type(known[name].default)
+        if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
+            raise ConfigError(f"{where}: {name} is {value!r}", f"a {kind.__name__}")
+    settings = cls(**given)
+    if not 0 < settings.deadline_s < 86400:
+        raise ConfigError(f"{where}: deadline_s is {settings.deadline_s}", "seconds, more than 0")
+    return settings
 
 
 def check_model(model: Any) -> None:
@@ -109,15 +130,8 @@ def check_model(model: Any) -> None:
 
 def check_engine(config: Any, kv_cache_config: Any, settings: ConnectorSettings) -> None:
     """Raises ConfigError for an engine whose blocks cannot be named, found again or restored."""
-    cache, parallel, transfer = config.cache_config, config.parallel_config, config.kv_transfer_config
-    check_model(config.model_config)
-    algorithm = cache.prefix_caching_hash_algo
-    if algorithm.startswith("xxhash") and os.environ.get("PYTHONHASHSEED") is None:
-        raise ConfigError(
-            f"--prefix-caching-hash-algo {algorithm} seeds its block hashes at random: "
-            "no other process, nor this one after a restart, would find a block again",
-            "use sha256 or sha256_cbor, or set PYTHONHASHSEED to the same value everywhere",
-        )
+    transfer = config.kv_transfer_config
+    _check_kept(config, kv_cache_config.kv_cache_groups)
     if transfer.is_kv_consumer and transfer.kv_load_failure_policy != "recompute":
         raise ConfigError(
             f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}: a block that is lost would fail "
@@ -126,7 +140,52 @@ def check_engine(config: Any, kv_cache_config: Any, settings: ConnectorSettings)
         )
     if settings.load == "sync":
         _check_sync(config)
-    _check_groups(kv_cache_config.kv_cache_groups, settings)
+    _check_load(kv_cache_config.kv_cache_groups, settings)
+
+
+def check_tiered_engine(config: Any, kv_cache_config: Any) -> None:
+    """Raises ConfigError for an engine with vLLM's CPU tier that the tier below it cannot serve.
+
+    vLLM gives a tier the block hashes of a request, but neither its adapter nor its images.
+    """
+    _check_kept(config, kv_cache_config.kv_cache_groups)
+    if not config.cache_config.enable_prefix_caching:
+        raise ConfigError(
+            "the engine's prefix caching is off, so it may be unable to start in the middle of a prompt",
+            "set --enable-prefix-caching, or leave out the tier",
+        )
+    if config.lora_config is not None:
+        raise ConfigError(
+            "LoRA is on: vLLM names an adapter by name and path, and its files may change",
+            "use KVStoreConnector, which names adapters by content",
+        )
+    if config.model_config.is_mm_prefix_lm:
+        raise ConfigError(
+            "images have bidirectional attention, so a prompt with images must be computed as a whole",
+            "use KVStoreConnector, which leaves out such prompts",
+        )
+    if config.parallel_config.nnodes > 1:
+        raise ConfigError(
+            f"the engine has {config.parallel_config.nnodes} nodes: vLLM's CPU tier is memory of one node",
+            "use KVStoreConnector",
+        )
+
+
+def _check_kept(config: Any, groups: Sequence[Any]) -> None:
+    """Raises ConfigError for an engine whose blocks cannot be named or are not restored exactly."""
+    cache, parallel = config.cache_config, config.parallel_config
+    check_model(config.model_config)
+    algorithm = cache.prefix_caching_hash_algo
+    if algorithm.startswith("xxhash") and os.environ.get("PYTHONHASHSEED") is None:
+        raise ConfigError(
+            f"--prefix-caching-hash-algo {algorithm} seeds its block hashes at random: "
+            "no other process, nor this one after a restart, would find a block again",
+            "use sha256 or sha256_cbor, or set PYTHONHASHSEED to the same value everywhere",
+        )
+    if not groups:
+        raise ConfigError("the model has no KV cache", "nothing is there to store: leave out the connector")
+    for group in groups:
+        _check_group(group)
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise ConfigError(f"{name} is {getattr(parallel, name)}", "context parallelism is not served")
@@ -160,12 +219,8 @@ def _check_sync(config: Any) -> None:
         )
 
 
-def _check_groups(groups: Sequence[Any], settings: ConnectorSettings) -> None:
-    """Raises ConfigError for a kind of KV cache that is not tested to be restored exactly."""
-    if not groups:
-        raise ConfigError("the model has no KV cache", "nothing is there to store: leave out the connector")
-    for group in groups:
-        _check_group(group)
+def _check_load(groups: Sequence[Any], settings: ConnectorSettings) -> None:
+    """Raises ConfigError for options that only one group of full attention is served with."""
     kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups}))
     if len(groups) > 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
         what = f"the model's KV cache has {len(groups)} groups of layers ({kinds})"
@@ -182,6 +237,7 @@ def _check_groups(groups: Sequence[Any], settings: ConnectorSettings) -> None:
 
 
 def _check_group(group: Any) -> None:
+    """Raises ConfigError for a kind of KV cache that is not tested to be restored exactly."""
     spec = group.kv_cache_spec
     kind = type(spec).__name__
     options = SERVED_KINDS.get(type(spec))
