@@ -178,13 +178,13 @@ class KVStoreTier(SecondaryTierManager):
 
     def _stored(self, keys: list[Any]) -> list[bool]:
         """Asks the daemon which rows are stored, in one round trip."""
-        by_group = _by_group(range(len(keys)), keys.__getitem__)
-        questions = [
-            (self._namespace(group), [get_offload_block_hash(keys[i]) for i in indices])
-            for group, indices in by_group.items()
-        ]
         found = [False] * len(keys)
         with self._guard("lookup"):
+            by_group = _by_group(range(len(keys)), keys.__getitem__)
+            questions = [
+                (self._namespace(group), [get_offload_block_hash(keys[i]) for i in indices])
+                for group, indices in by_group.items()
+            ]
             masks = self._client.contains(questions, self._deadline_s)
             for indices, mask in zip(by_group.values(), masks, strict=True):
                 for i, stored in zip(indices, mask.tolist(), strict=True):
