@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvstore import Layout
 
@@ -59,12 +59,13 @@ class Step(KVConnectorMetadata):
     """The transfers of one step.
 
     `epoch`: names the weights since the last reset; empty before the first. `number`: counts the steps with
-    loads or saves. `idle`: the step computes nothing.
+    loads or saves. `idle`: the step computes nothing. `met`: the workers' layouts are known.
     """
 
     epoch: str = ""
     number: int = 0
     idle: bool = False
+    met: bool = False
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
 
@@ -82,14 +83,18 @@ class Handshake(KVConnectorHandshakeMetadata):
 
 @dataclass
 class Progress(KVConnectorWorkerMetadata):
-    """All transfers of the steps up to `number` have ended."""
+    """All transfers of the steps up to `number` have ended.
+
+    `told`: the handshakes by rank of the worker, until a step says that they are known.
+    """
 
     number: int
+    told: dict[int, Handshake] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Progress:
-        """Returns the progress of the slower worker."""
+        """Returns the progress of the slower worker, and the handshakes of both."""
         assert isinstance(other, Progress)
-        return Progress(min(self.number, other.number))
+        return Progress(min(self.number, other.number), self.told | other.told)
 
 
 @dataclass
@@ -114,3 +119,22 @@ class Figures(KVConnectorStats):
     def is_empty(self) -> bool:
         """Returns whether there are no counts."""
         return not self.data
+
+
+class FigureMetrics(KVConnectorPromMetrics):
+    """The counts in vLLM's Prometheus metrics. A MultiConnector ends with an error at counts without them."""
+
+    def __init__(
+        self, config: Any, kinds: Any, labelnames: list[str], values: dict[int, list[object]]
+    ) -> None:
+        super().__init__(config, kinds, labelnames, values)
+        self._counter = self._counter_cls(
+            name="vllm:kvstore_connector",
+            documentation="Blocks of the kvstore connector by outcome, and failures of its hooks.",
+            labelnames=[*labelnames, "what"],
+        )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Adds the counts of an engine."""
+        for what, count in transfer_stats_data.items():
+            self._counter.labels(*self.per_engine_labelvalues[engine_idx], what).inc(count)

@@ -9,11 +9,14 @@ import time
 from typing import Any
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvstore.lab.local_daemon import LocalDaemon
+from tests.engines.vllm.engine import connector
 
 TIER = {"type": "KVStoreTier", "module_path": "kvstore_vllm.offloading_tier"}
 
@@ -33,6 +36,29 @@ def offloading(daemon: LocalDaemon | str, cpu_mib: int = 64, **options: Any) -> 
             },
         }
     }
+
+
+def behind(daemon: LocalDaemon | str, first: str = "OffloadingConnector", **extra: Any) -> dict[str, Any]:
+    """The flag that makes an engine use OffloadingConnector, with a CPU tier alone, before this one."""
+    before = offloading(daemon)["kv_transfer_config"]
+    before["kv_connector_extra_config"]["secondary_tiers"] = []
+    before |= {"kv_connector": first, "kv_connector_module_path": __name__}
+    ours = connector(daemon, **extra)["kv_transfer_config"]
+    return {
+        "kv_transfer_config": {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"connectors": [before, ours]},
+        }
+    }
+
+
+class HandshakingConnector(OffloadingConnector):
+    """OffloadingConnector with a handshake of its own, as NixlConnector has one, which needs a network."""
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
+        return KVConnectorHandshakeMetadata()
 
 
 class MemcpyWorker(OffloadingWorker):

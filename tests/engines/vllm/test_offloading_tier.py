@@ -207,6 +207,13 @@ def test_a_stopped_daemon_delays_no_request_beyond_the_deadline(
         finally:
             os.kill(own.pid, signal.SIGCONT)
         eventually(lambda: tiered("connected"))
+        # A lookup that is never sent delays no longer either.
+        tiered("sabotage", place="tier lookups.flush")
+        started_s = time.monotonic()
+        assert said(from_daemon(tiered, asked)) == expected
+        assert time.monotonic() - started_s < 10
+        assert tiered("tier_failures")["on_schedule_end"] > 0
+        tiered("repair", place="tier lookups.flush")
         assert said(from_daemon(tiered, asked)) == expected
 
 
@@ -218,7 +225,6 @@ def test_a_stopped_daemon_delays_no_request_beyond_the_deadline(
         ("tier._namespace", "store"),
         ("tier._request", "lookup"),
         ("tier lookups.lookup", "lookup"),
-        ("tier lookups.flush", "on_schedule_end"),
         ("tier lookups.mark_miss", ""),
     ],
 )
@@ -269,12 +275,6 @@ def test_engines_that_are_not_served_are_refused_by_name(
     spare: Engine, own: LocalDaemon, options: dict[str, Any], why: str
 ) -> None:
     with pytest.raises(RuntimeError, match=f"(?s)ConfigError.*{why}"):
-        spare.restart(**options, **offloading(own, weights_revision="any"))
-
-
-def test_latent_attention_is_refused(spare: Engine, own: LocalDaemon, tmp_path: Path) -> None:
-    options = {"model": str(SHAPES["latent"].save(tmp_path)), "max_model_len": 1024, "block_size": 128}
-    with pytest.raises(RuntimeError, match=r"(?s)ConfigError.*of kind MLAAttentionSpec.*VLLM_MLA_DISABLE=1"):
         spare.restart(**options, **offloading(own, weights_revision="any"))
 
 
