@@ -5,7 +5,11 @@ Its worker needs CUDA or XPU, so `MemcpyWorker` is a stand-in for it: everything
 
 from __future__ import annotations
 
+import copy
+import json
+import re
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,42 +20,40 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvstore.lab.local_daemon import LocalDaemon
-from tests.engines.vllm.engine import connector
 
-TIER = {"type": "KVStoreTier", "module_path": "kvstore_vllm.offloading_tier"}
+PAGE = (Path(__file__).parents[3] / "docs/vllm.md").read_text(encoding="utf-8")
+BELOW, BEHIND = [json.loads(flag) for flag in re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)]
+"""The flags of the page."""
 
 
 def offloading(daemon: LocalDaemon | str, cpu_mib: int = 64, **options: Any) -> dict[str, Any]:
     """The flag that makes an engine use OffloadingConnector with the tier; `options`: of the tier."""
-    url = daemon if isinstance(daemon, str) else daemon.url
-    return {
-        "kv_transfer_config": {
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "spec_name": "MemcpySpec",
-                "spec_module_path": "tests.engines.vllm.offloading",
-                "cpu_bytes_to_use": cpu_mib << 20,
-                "secondary_tiers": [{**TIER, "url": url, "deadline_s": 10.0, **options}],
-            },
-        }
-    }
+    flag = copy.deepcopy(BELOW)
+    extra = _on_a_cpu(flag, cpu_mib)
+    [tier] = extra["secondary_tiers"]
+    tier |= {"url": daemon if isinstance(daemon, str) else daemon.url, "deadline_s": 10.0, **options}
+    return {"kv_transfer_config": flag}
 
 
 def behind(daemon: LocalDaemon | str, first: str = "OffloadingConnector", **extra: Any) -> dict[str, Any]:
     """The flag that makes an engine use OffloadingConnector, with a CPU tier alone, before this one."""
-    before = offloading(daemon)["kv_transfer_config"]
-    before["kv_connector_extra_config"]["secondary_tiers"] = []
+    flag = copy.deepcopy(BEHIND)
+    before, ours = flag["kv_connector_extra_config"]["connectors"]
+    _on_a_cpu(before, 64)
     before |= {"kv_connector": first, "kv_connector_module_path": __name__}
-    ours = connector(daemon, **extra)["kv_transfer_config"]
-    return {
-        "kv_transfer_config": {
-            "kv_connector": "MultiConnector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"connectors": [before, ours]},
-        }
+    ours["kv_connector_extra_config"] = {
+        "url": daemon if isinstance(daemon, str) else daemon.url,
+        "deadline_s": 10.0,
+        **extra,
     }
+    return {"kv_transfer_config": flag}
+
+
+def _on_a_cpu(flag: dict[str, Any], cpu_mib: int) -> dict[str, Any]:
+    """Puts the stand-in into a flag, and returns the connector's options."""
+    extra: dict[str, Any] = flag["kv_connector_extra_config"]
+    extra |= {"spec_name": "MemcpySpec", "spec_module_path": __name__, "cpu_bytes_to_use": cpu_mib << 20}
+    return extra
 
 
 class HandshakingConnector(OffloadingConnector):
