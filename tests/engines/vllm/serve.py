@@ -268,6 +268,7 @@ class Served:
         parts = {
             "scheduler": lambda: self.scheduling._scheduler,
             "lookup": lambda: self.scheduling._scheduler._lookup,
+            "tails": lambda: self.scheduling._scheduler._tails,
             "worker": lambda: self.worker._worker,
             "pages": lambda: self.worker._worker._groups[0].pages,
             "tier": lambda: self.tier,

@@ -189,7 +189,7 @@ def test_a_block_that_is_altered_starts_the_request_again(
     [
         "scheduler.matched",
         "scheduler._track",
-        "scheduler._hold",
+        "tails.hold",
         "scheduler._save",
         "scheduler.finish",
         "scheduler.hear",
