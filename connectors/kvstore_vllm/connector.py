@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -64,6 +65,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._guard = ExceptionBarrier(logger)
         self._failures_told: Counter[str] = Counter()
         self._moved = 0
+        self._met = False
         # Strict: the halves count why the daemon has not answered.
         self._client = Client(settings.url or None, deadline_s=settings.deadline_s, strict=True)
         page_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
@@ -108,14 +110,21 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Takes the block layouts of the workers, once, before the first request."""
+        """Takes the block layouts of the workers, once, before the first request.
+
+        A MultiConnector gives each of its connectors the handshake of the first that has one.
+        """
         with self._guard("handshake"):
-            told = [each for _, each in sorted(metadata.items()) if isinstance(each, Handshake)]
-            if off := next((each.off for each in told if each.off), self._off):
-                logger.warning("nothing is loaded or stored: %s (see without_prefix_caching)", off)
-            else:
-                # Workers with the same KV have the same layouts.
-                self._half().meet([list(each) for each in dict.fromkeys(tuple(w.layouts) for w in told)])
+            if told := [each for _, each in sorted(metadata.items()) if isinstance(each, Handshake)]:
+                self._meet(told)
+
+    def _meet(self, told: list[Handshake]) -> None:
+        self._met = True
+        if off := next((each.off for each in told if each.off), self._off):
+            logger.warning("nothing is loaded or stored: %s (see without_prefix_caching)", off)
+        else:
+            # Workers with the same KV have the same layouts.
+            self._half().meet([list(each) for each in dict.fromkeys(tuple(w.layouts) for w in told)])
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """See the base class. Raises ConfigError if vLLM's null block is not the workers' one."""
@@ -142,11 +151,16 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Returns the transfers of the workers' next step."""
-        return self._half().step(scheduler_output)
+        orders = self._half().step(scheduler_output)
+        orders.met = self._met
+        return orders
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Takes the reports of the workers about a step."""
         with self._guard("update_connector_output"):
+            progress = connector_output.kv_connector_worker_meta
+            if isinstance(progress, Progress) and progress.told and not self._met:
+                self._meet([each for _, each in sorted(progress.told.items())])
             self._half().hear(connector_output)
 
     def request_finished_all_groups(
@@ -165,8 +179,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._half().forget()
             # vLLM may unmap its memory before the next step reaches the workers.
             beside = get_kv_transfer_group() if has_kv_transfer_group() else None
-            if isinstance(beside, KVStoreConnector) and beside._worker:
-                beside._worker.stop()
+            for each in (beside, *getattr(beside, "sub_connectors", ())):
+                if isinstance(each, KVStoreConnector) and each._worker:
+                    each._worker.stop()
             return True
         return False
 
@@ -232,6 +247,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Begins a step, with or without preemptions: cancels transfers from before a reset."""
         with self._guard("handle_preemptions"):
             if self._worker and isinstance(kv_connector_metadata, Step):
+                self._met = kv_connector_metadata.met
                 self._worker.begin(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -267,8 +283,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.bad_blocks() if self._worker else set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Returns the progress of transfers."""
-        return Progress(self._moved) if self._worker else None
+        """Returns the progress of transfers, and the block layouts of this worker until they are known."""
+        if self._worker is None:
+            return None
+        told = None if self._met else self.get_handshake_metadata()
+        rank = self._vllm_config.parallel_config.rank
+        return Progress(self._moved, {rank: told} if isinstance(told, Handshake) else {})
 
     # -- in both
 
@@ -313,3 +333,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         orders = self._get_connector_metadata()
         assert isinstance(orders, Step)
         return orders
+
+
+# A MultiConnector finds the class of counts from another process by its name alone.
+KVConnectorFactory.register_connector("KVStoreConnector", "kvstore_vllm", "KVStoreConnector")

@@ -56,12 +56,13 @@ class Step(KVConnectorMetadata):
     """The transfers of one step.
 
     `epoch`: names the weights since the last reset; empty before the first. `number`: counts the steps with
-    loads or saves. `idle`: the step computes nothing.
+    loads or saves. `idle`: the step computes nothing. `met`: the workers' layouts are known.
     """
 
     epoch: str = ""
     number: int = 0
     idle: bool = False
+    met: bool = False
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
 
@@ -79,11 +80,15 @@ class Handshake(KVConnectorHandshakeMetadata):
 
 @dataclass
 class Progress(KVConnectorWorkerMetadata):
-    """All transfers of the steps up to `number` have ended."""
+    """All transfers of the steps up to `number` have ended.
+
+    `told`: the handshakes by rank of the worker, until a step says that they are known.
+    """
 
     number: int
+    told: dict[int, Handshake] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Progress:
-        """Returns the progress of the slower worker."""
+        """Returns the progress of the slower worker, and the handshakes of both."""
         assert isinstance(other, Progress)
-        return Progress(min(self.number, other.number))
+        return Progress(min(self.number, other.number), self.told | other.told)
