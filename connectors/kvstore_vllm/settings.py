@@ -188,6 +188,10 @@ def check_tiered_engine(config: Any, kv_cache_config: Any) -> None:
             f"speculative decoding by {config.speculative_config.method!r} keeps KV of a draft",
             "use KVStoreConnector",
         )
+    if any(isinstance(each.kv_cache_spec, MLAAttentionSpec) for each in kv_cache_config.kv_cache_groups):
+        raise ConfigError(
+            "the model has latent attention, and no test covers it with a CPU tier", "use KVStoreConnector"
+        )
     if not config.cache_config.enable_prefix_caching:
         raise ConfigError(
             "the engine's prefix caching is off, so it may be unable to start in the middle of a prompt",

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-import kvstore_vllm  # noqa: F401 -- registers its class
 from kvstore import Client
 from kvstore.lab.local_daemon import LocalDaemon
+from kvstore_vllm import KVStoreConnector
 from tests.daemons import eventually
 from tests.engines.vllm.engine import Engine, cached, connector, full_blocks, prompt, said
 from tests.engines.vllm.offloading import behind
@@ -78,8 +78,9 @@ def test_hits_through_both_change_nothing(
 
 def test_counts_from_another_process_are_known_by_name() -> None:
     """vLLM's HTTP server logs the counts of the engine's process."""
-    counts = MultiConnector.build_kv_connector_stats({"KVStoreConnector": {"loaded": 3}})
-    assert counts.reduce() == {"KVStoreConnector": {"loaded": 3}}
+    name = KVStoreConnector.__name__
+    counts = MultiConnector.build_kv_connector_stats({name: {"load_blocks:loaded": 3}})
+    assert counts.reduce() == {name: {"loaded": 3}}
 
 
 def test_a_reset_reaches_both(plain: Engine, spare: Engine, own: LocalDaemon) -> None:

@@ -321,12 +321,12 @@ def test_engines_with_a_cpu_tier_pass() -> None:
         (tiered(lora_config=object()), groups(FULL), "LoRA is on: .* its files may change"),
         (tiered(model_config={"is_mm_prefix_lm": True}), groups(FULL), "images have bidirectional attention"),
         (tiered(parallel_config={"nnodes": 2}), groups(FULL), "has 2 nodes"),
-        (tiered(speculative_config=draft("eagle")), groups(FULL), "'eagle' keeps a draft's KV"),
+        (tiered(speculative_config=draft("eagle")), groups(FULL), "'eagle' keeps KV of a draft"),
         (tiered(parallel_config={"decode_context_parallel_size": 2}), groups(FULL), "decode_context.* is 2"),
         (tiered(cache_config={"calculate_kv_scales": True}), groups(FULL), "calculate_kv_scales is on"),
         (tiered(model_config={"runner_type": "pooling"}), groups(FULL), "has a pooler"),
         (tiered(), groups(), "has no KV cache"),
-        (tiered(), groups(FULL, MLAAttentionSpec(**SIZES)), "of kind MLAAttentionSpec"),
+        (tiered(), groups(MLAAttentionSpec(**SIZES, cache_dtype_str="auto")), "latent attention"),
     ],
 )
 def test_engines_with_a_cpu_tier_are_refused_by_name(config: Any, kinds: Any, why: str) -> None:
