@@ -93,6 +93,40 @@ def test_a_daemon_refuses_a_parent_that_a_client_sends(daemon: LocalDaemon) -> N
         assert "layout.kind is 'tree'" in unknown.why
 
 
+def test_blocks_belong_to_a_stored_chain(client: Client, ns: Namespace) -> None:
+    chain, keys, states = client.namespace(new_layout()), names(4), names(20, "states")
+    chain.put(keys[:2], payloads(keys[:2]))
+    assert ns.put(states, payloads(states), chain=(chain, keys[1])).stored == 20, "in several batches"
+    refused = ns.put(states[:1] + names(1), payloads(states[:1] + names(1)), chain=(chain, keys[2]))
+    assert (refused.stored, refused.denied) == (0, 2)
+    assert refused.why.startswith("the chain of these blocks is not stored")
+    for call, why in (
+        (lambda: chain.put(keys, payloads(keys), chain=(chain, keys[0])), "only independent blocks belong"),
+        (lambda: ns.put(keys, payloads(keys), chain=(ns, keys[0])), "independent blocks are no chain"),
+        (lambda: ns.reserve(keys, chain=("ns", keys[0])), "a namespace of another client"),
+        (lambda: ns.reserve(keys, chain=(chain, b"")), "key"),
+    ):
+        with pytest.raises(MisuseError, match=why):
+            call()
+    reservation = ns.reserve(keys, chain=(chain, keys[0]))
+    assert len(reservation) == 4
+    reservation.abort()
+
+
+def test_a_daemon_refuses_chains_that_are_none_of_the_peer(daemon: LocalDaemon) -> None:
+    layout = replace(new_layout(), kind="independent")
+    with Peer(daemon.socket) as peer:
+        assert isinstance(peer.ask(m.Hello(m.MAGIC, m.VERSION, "")), m.Welcome)
+        number = peer.ask(m.Open(1, layout.to_map(), "", 0.0)).namespace
+        for chain, why in (
+            (number, "independent blocks are no chain"),
+            (99, "99 is no chain of this tenant"),
+        ):
+            answer = peer.ask(m.Reserve(2, number, 1, b"k", b"", 0.0, "", b"", chain, b"a"))
+            assert isinstance(answer, m.Denied)
+            assert answer.why == why
+
+
 def test_independent_blocks_are_pinned_prefetched_hinted_and_invalidated(ns: Namespace) -> None:
     keys = names(5)
     some = [keys[4], keys[1]]

@@ -253,10 +253,10 @@ def test_versions_too_far_apart_are_misses_and_both_sides_log_this_once(
         ):
             client.ping()
         monkeypatch.undo()
-        assert f"the client speaks {theirs}, this daemon versions 7 to 10" in str(told.value)
+        assert f"the client speaks {theirs}, this daemon versions 7 to 11" in str(told.value)
         assert f"upgrade the {older}" in str(told.value)
         told_there = [line for line in log_of(daemon).splitlines() if line.startswith("WARNING")]
-        assert [f"speak {theirs}, this daemon versions 7 to 10" in line for line in told_there] == [True]
+        assert [f"speak {theirs}, this daemon versions 7 to 11" in line for line in told_there] == [True]
     told_here = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     # One line a client: the second one is strict.
     assert len(told_here) == 2

@@ -92,9 +92,8 @@ class TraceRecorder:
         """Ends the recording of a closed connection."""
         if connection == self.owner:
             self._reset()
-        for requests in (self._latest, self._asked):
-            for mine in [each for each in requests if each[0] == connection]:
-                del requests[mine]
+        self._latest = {at: request for at, request in self._latest.items() if at[0] != connection}
+        self._asked = {at: request for at, request in self._asked.items() if at[0] != connection}
 
     # -- requests
 
