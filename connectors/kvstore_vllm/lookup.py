@@ -16,14 +16,17 @@ LOOKUP_DEADLINE_S = 0.05
 
 
 class Lookup:
-    """Asks for the blocks of prompts. Every lookup is a miss until the workers' layouts are known."""
+    """Asks for the blocks of prompts. Every lookup is a miss until the workers' layouts are known.
 
-    def __init__(self, client: Client, groups: Sequence[Group]) -> None:
+    `drops`: vLLM drops the last block of a hit.
+    """
+
+    def __init__(self, client: Client, groups: Sequence[Group], drops: bool = False) -> None:
         self._client = client
         self._groups = list(groups)
         self._full = [group for group in groups if group.full]
         self._others = [group for group in groups if not group.full]
-        self._in_parts = in_parts(groups)
+        self._all_usable = in_parts(groups) and not drops
         self._layouts: list[list[Layout]] = []
         self._namespaces: list[list[Any]] = []
         self._finder: PrefixFinder
@@ -52,7 +55,7 @@ class Lookup:
         keys = [group.keys(request.block_hashes, salt) for group in self._groups]
         stored = self._stored(keys, first)
         most = request.num_tokens - 1
-        if self._in_parts:
+        if self._all_usable:
             [group] = self._groups
             usable = most // group.page_tokens * group.page_tokens
             return Found(min(len(stored[0]) * group.block_tokens, usable), stored)

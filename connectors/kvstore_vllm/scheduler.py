@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvstore import Client, ExceptionBarrier, Layout
 from kvstore_vllm.adapters import Adapters
-from kvstore_vllm.groups import Found, Group, in_parts
+from kvstore_vllm.groups import Found, Group
 from kvstore_vllm.lookup import Lookup
 from kvstore_vllm.messages import Load, Part, Progress, Save, Step
 from kvstore_vllm.references import PageReferences
+from kvstore_vllm.tails import Tails, Tracked
 from kvstore_vllm.worker import NULL_BLOCK
 
 if TYPE_CHECKING:
@@ -27,11 +28,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-_NEVER = 1 << 62
 _AWAKE = 2.0
 """How long an idle engine is kept awake for reports of transfers, in deadlines of a transfer."""
-_ANSWERS = 2
-"""Tails of an answer that are held: the last one may lie behind the end of the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,51 +41,11 @@ class Match:
     salt: bytes
 
 
-@dataclass(slots=True)
-class Tail:
-    """The held pages of a group before the position `end`, in tokens. `first`: the index of its first block.
-
-    `of_answer`: it is saved only if the answer ends there.
-    """
-
-    group: Group
-    end: int
-    first: int
-    blocks: list[Any]
-    of_answer: bool = False
-
-
-@dataclass(slots=True)
-class Tracked:
-    """A request with pages, since its last admission.
-
-    `block_ids`: its pages at admission, by group. `hit_tokens`: tokens computed before its first step; None:
-    no step yet. `stored`: leading blocks that are stored or being saved, by group; _NEVER: no more saves.
-    `found`: the indices of stored blocks by group, when it was admitted. `prompt_ends`: positions before
-    which tails are saved. `ends`: those that are not computed yet, from the last to the first. `loading`: the
-    pages of its load. `salt`: the suffix of its keys.
-    """
-
-    request: Request
-    block_ids: Sequence[Sequence[int]]
-    stored: list[int]
-    found: list[set[int]]
-    prompt_ends: frozenset[int]
-    ends: list[int]
-    loading: list[int]
-    salt: bytes = b""
-    hit_tokens: int | None = None
-    tails: list[Tail] = field(default_factory=list)
-
-    def ends_saves(self) -> None:
-        """Saves no more of the request's blocks."""
-        self.stored, self.ends, self.prompt_ends = [_NEVER] * len(self.stored), [], frozenset()
-
-
 class SchedulerHalf:
     """Called by the scheduler between steps. `alignment`: prefixes end at multiples of it, in tokens.
 
     `whole_inputs`: images have bidirectional attention, so a prompt with images must be computed as a whole.
+    `drops`: vLLM drops the last block of a hit.
     """
 
     def __init__(
@@ -100,17 +58,18 @@ class SchedulerHalf:
         loads: bool,
         saves: bool,
         whole_inputs: bool = False,
+        drops: bool = False,
     ) -> None:
         self._client = client
         self._guard = guard
         self._groups = list(groups)
-        self._in_parts = in_parts(groups)
+        self._hash_tokens = groups[0].block_tokens // groups[0].hashes_per_key
         self._alignment = alignment
         self._asynchronous = asynchronous
         self._may_load = loads
         self._may_save = saves
         self._whole_inputs = whole_inputs
-        self._lookup = Lookup(client, groups)
+        self._lookup = Lookup(client, groups, drops)
         self._tracked: dict[str, Tracked] = {}
         self._matched: dict[str, Match] = {}
         self._tried: dict[str, int] = {}
@@ -121,6 +80,7 @@ class SchedulerHalf:
         self._awake_until = 0.0
         self._manager: Any = None
         self._references: PageReferences
+        self._tails: Tails
 
     # -- before a request has pages
 
@@ -132,6 +92,7 @@ class SchedulerHalf:
         """Takes vLLM's manager of pages, before the first request."""
         self._manager = manager
         self._references = PageReferences(manager.block_pool)
+        self._tails = Tails(self._groups, self._alignment, self._references)
         self._lookup.bind(manager.coordinator)
 
     def matched(self, request: Request, computed_tokens: int) -> int:
@@ -184,7 +145,7 @@ class SchedulerHalf:
                 _part(group, keys[group.number], block_ids[group.number], first, stop)
                 for group in self._groups
             ]
-        ends = self._ends(request, match.found)
+        ends = self._tails.ends(request, match.found) if self._saves() else []
         self._tracked[request_id] = Tracked(
             request,
             block_ids,
@@ -219,12 +180,14 @@ class SchedulerHalf:
                     tracked.hit_tokens = tracked.request.num_computed_tokens
                 confirmed = self._confirmed_tokens(tracked)
                 end = tracked.request.num_computed_tokens + tokens
-                if self._completes(tracked, confirmed) or self._wants(tracked, end):
+                if not self._saves() or not tracked.saves:
+                    continue
+                if self._completes(tracked, confirmed) or self._tails.wanted(tracked, end):
                     block_ids = state.resolve_block_ids(request_id)
                     self._save(orders, tracked, confirmed, block_ids)
-                    self._hold(tracked, end, block_ids)
+                    self._tails.hold(tracked, end, block_ids)
                 for offer in state.boundary_state_offloads.get(request_id, ()):
-                    self._hold_state(tracked, *offer)
+                    self._tails.hold_state(tracked, *offer)
         if orders.loads or orders.saves:
             self._number += 1
             self._awake_until = time.monotonic() + _AWAKE * self._client.deadline_s
@@ -268,8 +231,7 @@ class SchedulerHalf:
         self._next.saves.clear()
         self._lookup.open(self._next.epoch)
         for tracked in self._tracked.values():
-            self._drop_tails(tracked, tracked.tails)
-            tracked.ends_saves()  # its pages are from before the reset
+            self._tails.stop(tracked)  # its pages are from before the reset
 
     # -- within
 
@@ -282,19 +244,6 @@ class SchedulerHalf:
     def _saves(self) -> bool:
         return self._may_save and bool(self._lookup)
 
-    def _ends(self, request: Request, found: Found) -> list[int]:
-        """Returns the ends of prefixes that later prompts may share, from the last to the first.
-
-        These are the end of the prompt, for a longer one and for the same one (its last token is computed
-        again), and the position where an earlier prompt has parted from it.
-        """
-        # Held pages must not make the engine preempt the same request again and again.
-        if not self._saves() or self._in_parts or request.num_preemptions:
-            return []
-        prompt, size = request.num_prompt_tokens, self._alignment
-        ends = {prompt // size * size, (prompt - 1) // size * size, found.junction // size * size}
-        return sorted(ends - {0}, reverse=True)
-
     def _confirmed_tokens(self, tracked: Tracked) -> int:
         """Returns the number of leading tokens with accepted output; 0 before the request's first step."""
         request = tracked.request
@@ -305,74 +254,15 @@ class SchedulerHalf:
 
     def _completes(self, tracked: Tracked, confirmed: int) -> bool:
         """Returns whether the first `confirmed` tokens complete something unsaved."""
-        return any(not tail.of_answer and tail.end <= confirmed for tail in tracked.tails) or any(
+        return self._tails.complete(tracked, confirmed) or any(
             group.full and confirmed >= (tracked.stored[group.number] + 1) * group.block_tokens
             for group in self._groups
         )
 
-    def _wants(self, tracked: Tracked, end: int) -> bool:
-        """Returns whether tails must be held before the step that computes the tokens up to `end`."""
-        return bool(tracked.ends and tracked.ends[-1] <= end) or self._answer_end(tracked, end) > 0
-
-    def _answer_end(self, tracked: Tracked, end: int) -> int:
-        """Returns a new end of an answer's prefix by a step that ends at `end`; 0: there is none."""
-        aligned = end // self._alignment * self._alignment
-        request = tracked.request
-        if self._in_parts or not self._saves() or request.num_preemptions:
-            return 0
-        if aligned <= request.num_prompt_tokens:
-            return 0
-        known = any(tail.of_answer and tail.end >= aligned for tail in tracked.tails)
-        return 0 if known or tracked.stored[0] == _NEVER else aligned
-
-    def _hold(self, tracked: Tracked, end: int, block_ids: Sequence[Sequence[int]]) -> None:
-        """Holds the pages that a prefix needs before each end up to `end`: vLLM frees them too early."""
-        while tracked.ends and tracked.ends[-1] <= end:
-            self._hold_tails(tracked, tracked.ends.pop(), block_ids, of_answer=False)
-        if last := self._answer_end(tracked, end):
-            self._hold_tails(tracked, last, block_ids, of_answer=True)
-            self._drop_old_tails(tracked)
-
-    def _hold_state(self, tracked: Tracked, number: int, block_id: int, end: int) -> None:
-        """Holds a state that vLLM has at `end`: the block table of states changes while a request runs."""
-        group, request = self._groups[number], tracked.request
-        if end % self._alignment or request.num_preemptions or tracked.stored[0] == _NEVER:
-            return
-        index = group.first_needed(end)
-        if self._saves() and block_id != NULL_BLOCK and index not in tracked.found[number]:
-            held = self._references.hold([block_id])
-            tracked.tails.append(Tail(group, end, index, held, end not in tracked.prompt_ends))
-            self._drop_old_tails(tracked)
-
-    def _drop_old_tails(self, tracked: Tracked) -> None:
-        """Drops the tails of an answer but the last ones."""
-        kept = sorted({tail.end for tail in tracked.tails if tail.of_answer})[-_ANSWERS:]
-        old = [tail for tail in tracked.tails if tail.of_answer and tail.end not in kept]
-        self._drop_tails(tracked, old)
-
-    def _hold_tails(
-        self, tracked: Tracked, end: int, block_ids: Sequence[Sequence[int]], of_answer: bool
-    ) -> None:
-        for group in self._groups:
-            first, stop = group.first_needed(end), end // group.block_tokens
-            wanted = range(first, stop)
-            if group.full or group.state or not wanted:
-                continue
-            ids = list(block_ids[group.number][first:stop])
-            # Without one of them the others are of no use.
-            if tracked.found[group.number].issuperset(wanted) or len(ids) < len(wanted) or NULL_BLOCK in ids:
-                continue
-            tracked.tails.append(Tail(group, end, first, self._references.hold(ids), of_answer))
-
-    def _drop_tails(self, tracked: Tracked, tails: Iterable[Tail]) -> None:
-        for tail in list(tails):
-            tracked.tails.remove(tail)
-            self._references.drop(tail.blocks)
-
     def _forget(self, request_id: str) -> None:
         """Tracks a request no longer."""
         if tracked := self._tracked.pop(request_id, None):
-            self._drop_tails(tracked, tracked.tails)
+            self._tails.drop(tracked)
 
     def _lose(self, invalid: set[int]) -> None:
         """Notes pages that failed to load, in an engine that resumes behind a part of a load."""
@@ -380,8 +270,7 @@ class SchedulerHalf:
             [block_ids] = tracked.block_ids
             bad = [i for i, block_id in enumerate(block_ids) if block_id in invalid]
             if bad and not invalid.isdisjoint(tracked.loading):
-                if tracked.stored[0] != _NEVER:
-                    tracked.stored[0] = min(tracked.stored[0], bad[0] // self._groups[0].pages_per_key)
+                tracked.stored[0] = min(tracked.stored[0], bad[0] // self._groups[0].pages_per_key)
                 # No other request may use the page before it is computed again.
                 if not self._asynchronous:
                     self._manager.evict_blocks(set(block_ids[bad[0] :]))
@@ -395,30 +284,23 @@ class SchedulerHalf:
         ended: bool = False,
     ) -> None:
         """Adds saves for what the first `confirmed` tokens complete. `ended`: the answer has ended."""
-        if not confirmed or tracked.stored[0] == _NEVER:
+        if not confirmed or not tracked.saves:
             return
         request = tracked.request
         if self._salt(request) != tracked.salt:
-            self._drop_tails(tracked, tracked.tails)
-            tracked.ends_saves()  # the adapter's files have changed, so its weights are unknown
+            self._tails.stop(tracked)  # the adapter's files have changed, so its weights are unknown
             return
-        keys: list[list[bytes]] = []
+        confirmed = min(confirmed, len(request.block_hashes) * self._hash_tokens)
+        keys = [group.keys(request.block_hashes, tracked.salt) for group in self._groups]
         for group in self._groups:
-            keys.append(group.keys(request.block_hashes, tracked.salt))
-            stop = min(confirmed // group.block_tokens, len(keys[-1]))
+            stop = confirmed // group.block_tokens
             if group.full and stop > tracked.stored[group.number]:
-                self._save_run(orders, tracked, group, keys[-1], stop, block_ids[group.number])
-        ready = [tail for tail in tracked.tails if tail.end <= confirmed and (ended or not tail.of_answer)]
-        latest = max((tail.end for tail in ready if tail.of_answer), default=0)
-        for tail in ready:
-            stop = tail.end // tail.group.block_tokens
-            if stop > len(keys[tail.group.number]) or (tail.of_answer and tail.end < latest):
-                continue
-            tracked.tails.remove(tail)
-            self._references.save(tail.blocks)
+                self._save_run(orders, tracked, group, keys[group.number], stop, block_ids[group.number])
+        for tail in self._tails.take(tracked, confirmed, ended):
+            number = tail.group.number
+            some = keys[number][tail.first : tail.end // tail.group.block_tokens]
             ids = [block.block_id for block in tail.blocks]
-            some = keys[tail.group.number][tail.first : stop]
-            orders.saves.append(Save(request.request_id, tail.group.number, some, None, ids))
+            orders.saves.append(Save(request.request_id, number, some, None, ids))
 
     def _save_run(
         self,
