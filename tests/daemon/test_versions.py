@@ -227,7 +227,7 @@ def test_fields_are_added_at_the_end_and_may_be_absent() -> None:
 
 @pytest.mark.parametrize(
     ("speaks", "theirs", "older"),
-    [((5, 6), "versions 5 to 6", "client"), ((11, 12), "versions 11 to 12", "daemon")],
+    [((5, 6), "versions 5 to 6", "client"), ((12, 13), "versions 12 to 13", "daemon")],
     ids=["too old", "too new"],
 )
 def test_versions_too_far_apart_are_misses_and_both_sides_log_this_once(
