@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,6 +26,8 @@ class Lookup:
     def __init__(self, client: Client, groups: Sequence[Group], drops: bool = False) -> None:
         self._client = client
         self._groups = list(groups)
+        self._full = [group for group in groups if group.full]
+        self._others = [group for group in groups if not group.full]
         self._all_usable = in_parts(groups) and not drops
         self._layouts: list[list[Layout]] = []
         self._namespaces: list[list[Any]] = []
@@ -69,57 +70,44 @@ class Lookup:
         Returns why the daemon has not answered all of it; an empty string if it has.
         """
         try:
-            self._fill(keys, first, stored, time.monotonic() + LOOKUP_DEADLINE_S)
+            self._fill(keys, first, stored)
         except UNANSWERED as error:
             return reason_of(error)
         return ""
 
-    def _fill(self, keys: list[list[bytes]], first: bool, stored: list[set[int]], ends: float) -> None:
+    def _fill(self, keys: list[list[bytes]], first: bool, stored: list[set[int]]) -> None:
         """Fills `stored`: the blocks of full attention bound the others. Raises UNANSWERED."""
+        counts, masks = self._answers(keys, first)
         tokens = max((len(keys[group.number]) * group.block_tokens for group in self._groups), default=0)
-        for group in self._groups:
-            if group.full:
-                asked = keys[group.number][: tokens // group.block_tokens]
-                count = self._count(group, asked, ends, len(asked) if first else 0)
-                first, tokens = False, min(tokens, count * group.block_tokens)
-                stored[group.number] = set(range(count))
-        others = [group for group in self._groups if not group.full]
-        for group, indices in zip(others, self._contained(others, keys, tokens, ends), strict=True):
-            stored[group.number] = indices
+        for group, count in zip(self._full, counts, strict=True):
+            tokens = min(tokens, count * group.block_tokens)
+            stored[group.number] = set(range(tokens // group.block_tokens))
+        for group, mask in zip(self._others, masks, strict=True):
+            stored[group.number] = set(np.flatnonzero(mask[: tokens // group.block_tokens]).tolist())
 
-    def _count(self, group: Group, keys: list[bytes], ends: float, prompt: int) -> int:
-        """Returns how many leading blocks every worker can load. `prompt`: see `Namespace.lookup`."""
-        count = len(keys) if self._namespaces else 0
-        for shard in self._namespaces:
-            # Every shard counts the prompt, so that the hit ratio is that of one shard.
-            if count or prompt:
-                count = shard[group.number].lookup(keys[:count], _left_s(ends), prompt=prompt)
-        return count
-
-    def _contained(
-        self, groups: list[Group], keys: list[list[bytes]], tokens: int, ends: float
-    ) -> list[set[int]]:
-        """Returns which blocks of the first `tokens` every worker can load: one question for all groups."""
-        if not (groups and tokens and self._namespaces):
-            return [set() for _ in groups]
-        asked = [keys[group.number][: tokens // group.block_tokens] for group in groups]
-        masks = self._client.contains(
+    def _answers(self, keys: list[list[bytes]], first: bool) -> tuple[list[int], list[Any]]:
+        """Returns what every worker can load: the leading blocks of groups of full attention, and which
+        blocks of the others. One round trip for all groups and workers.
+        """
+        # Every shard counts the prompt, so that the hit ratio is that of one shard; in one group.
+        prompt = {group.number: len(keys[group.number]) for group in self._full[:1] if first}
+        if not self._namespaces:
+            return [0 for _ in self._full], [np.empty(0, np.bool_) for _ in self._others]
+        counts, masks = self._client.lookup(
             [
-                (shard[group.number], some)
+                (shard[group.number], keys[group.number], prompt.get(group.number, 0))
                 for shard in self._namespaces
-                for group, some in zip(groups, asked, strict=True)
+                for group in self._full
             ],
-            _left_s(ends),
+            [
+                (shard[group.number], keys[group.number])
+                for shard in self._namespaces
+                for group in self._others
+            ],
+            LOOKUP_DEADLINE_S,
         )
-        return [
-            set(np.flatnonzero(np.logical_and.reduce(masks[i :: len(groups)])).tolist())
-            for i in range(len(groups))
-        ]
-
-
-def _left_s(ends: float) -> float:
-    """Returns the seconds until `ends`. Raises TimeoutError if there are none."""
-    left_s = ends - time.monotonic()
-    if left_s <= 0:
-        raise TimeoutError("the deadline of the lookup has passed")
-    return left_s
+        full, others = len(self._full), len(self._others)
+        return (
+            [min(counts[i::full]) for i in range(full)],
+            [np.logical_and.reduce(masks[i::others]) for i in range(others)],
+        )

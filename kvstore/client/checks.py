@@ -43,6 +43,17 @@ def check_parent(parent: Key | None, layout: Layout) -> None:
     check_keys([parent])
 
 
+def check_chain(chain: tuple[Layout, Key] | None, layout: Layout) -> None:
+    """Raises MisuseError unless blocks of this layout may belong to this block of a chain."""
+    if chain is None:
+        return
+    if not layout.independent:
+        raise MisuseError("only independent blocks belong to a chain", "pass `parent` instead of `chain`")
+    if chain[0].independent:
+        raise MisuseError("independent blocks are no chain", "a namespace of the kind chain")
+    check_keys([chain[1]])
+
+
 def check_deadline(deadline_s: float) -> float:
     """Returns the deadline. Raises MisuseError unless it is a positive number of seconds."""
     if not 0 < deadline_s < 86400:

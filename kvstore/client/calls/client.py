@@ -10,8 +10,9 @@ import numpy.typing as npt
 
 from kvstore.client.calls.call import Call, Exchange, Flow, R, call
 from kvstore.client.calls.presence import contains_all
+from kvstore.client.calls.reads import LookedUp, check_sample, lookup_all
 from kvstore.client.calls.scope import Chain, Scoped, checked, scope_of, value_of
-from kvstore.client.checks import check_deadline, check_names, check_owner
+from kvstore.client.checks import check_deadline, check_names, check_owner, recompute_s
 from kvstore.types import EXPLAIN_KEYS, Key, check_tenant
 from kvstore.wire import messages as m
 
@@ -20,6 +21,40 @@ class ClientCalls:
     """The calls of a client that are not of one namespace."""
 
     strict: bool
+    recompute_tokens_per_s: float
+
+    @call
+    def lookup(
+        self,
+        chains: Sequence[tuple[Scoped, Sequence[Key], int | None]],
+        others: Sequence[tuple[Scoped, Sequence[Key]]] = (),
+        deadline_s: float | None = None,
+    ) -> Call[LookedUp]:
+        """Looks up prompts in several namespaces, and asks others which keys they have, in one round trip.
+
+        A chain is a namespace of this client, its keys, and `prompt`, see the `lookup` of a namespace. The
+        result has how many leading keys of each chain are stored, and an array of bools for each of `others`,
+        see `contains`. One more round trip is needed if a namespace is not open yet, and for chains of 512
+        keys or more (beside `others`: of more keys than one request has). A namespace that the daemon refuses
+        has no keys (raises DeniedError if strict).
+        """
+        asked = [
+            (
+                scope_of(namespace, self),
+                keys,
+                recompute_s(namespace.layout, self.recompute_tokens_per_s),
+                prompt,
+            )
+            for namespace, keys, prompt in chains
+        ]
+        for namespace, keys, _ in chains:
+            check_sample(namespace.layout, keys)
+        also = [(scope_of(namespace, self), Chain(keys)) for namespace, keys in others]
+
+        def miss() -> LookedUp:
+            return [0 for _ in asked], [np.zeros(len(chain), np.bool_) for _, chain in also]
+
+        return Call(lambda exchange: lookup_all(exchange, asked, also, self.strict), deadline_s, miss)
 
     @call
     def contains(

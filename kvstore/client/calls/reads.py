@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.client.calls.call import Call, Exchange, Flow, Work, call
-from kvstore.client.calls.presence import contains
+from kvstore.client.calls.call import Call, Exchange, Flow, R, Work, call, side_by_side
+from kvstore.client.calls.presence import Mask, contains, contains_all
 from kvstore.client.calls.scope import (
     Chain,
     Scope,
@@ -26,11 +26,14 @@ from kvstore.client.leases import Buffer, Lease, Slots
 from kvstore.client.prompts import PromptRequests
 from kvstore.cuda.device import Gpu
 from kvstore.errors import DeniedError, TierError
-from kvstore.types import SLOT_RECORD, Key, check_keys
+from kvstore.types import SLOT_RECORD, Key, Layout, check_keys
 from kvstore.wire import messages as m
 
 SAMPLE_FROM = 512
 """A lookup of at least this number of keys sends a sample of them first."""
+
+LookedUp = tuple[list[int], list[Mask]]
+"""The leading stored keys of each chain, and which keys of each other namespace are stored."""
 
 
 class ReadCalls(Scoped):
@@ -57,7 +60,7 @@ class ReadCalls(Scoped):
         that were looked up belong to the same prompt; `put` and `reserve` end it. Pass `prompt` where
         several processes make requests for one prompt.
         """
-        check_keys(keys if len(keys) < SAMPLE_FROM or self.layout.independent else keys[:1])
+        check_sample(self.layout, keys)
         block_s = self._recompute_s(recompute_tokens_per_s)
         return Call(lambda exchange: lookup(exchange, self._scope, keys, block_s, prompt), deadline_s, int)
 
@@ -138,14 +141,25 @@ class ReadCalls(Scoped):
         return recompute_s(self.layout, check_speed(tokens_per_s) or self._client.recompute_tokens_per_s)
 
 
+def check_sample(layout: Layout, keys: Sequence[Key]) -> None:
+    """Checks the keys of a lookup: all if all may be sent, else the first. Raises MisuseError."""
+    check_keys(keys if len(keys) < SAMPLE_FROM or layout.independent else keys[:1])
+
+
 def lookup(
-    exchange: Exchange, scope: Scope, keys: Sequence[Key], recompute_s: float = 0.0, prompt: int | None = None
+    exchange: Exchange,
+    scope: Scope,
+    keys: Sequence[Key],
+    recompute_s: float = 0.0,
+    prompt: int | None = None,
+    at_once: bool = False,
 ) -> Flow[int]:
     """Returns the length of the stored prefix; with `recompute_s`, of the part that is worth loading.
 
     The parent of a stored block is stored. So a lookup of a long prompt first sends every k-th key, then the
     keys between the last one found and the next: two short requests instead of a long one. It sends all keys
-    if parents are missing, if the load time matters, or if the blocks are independent.
+    if parents are missing, if the load time matters, if the blocks are independent, or if one request has
+    room for them and the caller wants the answer `at_once`.
     """
     namespace, _ = yield from open_namespace(exchange, scope)
     requests = scope.prompts.of_lookup(scope.name, keys, prompt)
@@ -163,7 +177,8 @@ def lookup(
     if not keys and requests.new_blocks:
         return (yield from found_of(0, keys))
     batch = exchange.protocol.batch_keys
-    step = 0 if scope.layout.independent else int(len(keys) ** 0.5)
+    in_one = scope.layout.independent or (at_once and len(keys) <= batch)
+    step = 0 if in_one else int(len(keys) ** 0.5)
     if step and len(keys) >= SAMPLE_FROM and step + 2 < batch and not recompute_s:
         answer = yield message(keys[step - 1 :: step], -(-requests.known() // step), step)
         start = value_of(answer) * step
@@ -179,6 +194,37 @@ def lookup(
         if found < len(some):
             break
     return total
+
+
+def lookup_all(
+    exchange: Exchange,
+    chains: Sequence[tuple[Scope, Sequence[Key], float, int | None]],
+    others: Sequence[tuple[Scope, Chain]],
+    strict: bool,
+) -> Flow[LookedUp]:
+    """Looks up chains, and asks which keys others have, side by side. Refused ones have none unless `strict`.
+
+    A chain has the arguments of `lookup`. Beside others, all keys of a chain are sent: theirs are too.
+    """
+    at_once = bool(others)
+    flows: list[Flow[Any]] = [
+        _unless_refused(lookup(exchange, *chain, at_once), 0, strict) for chain in chains
+    ]
+    if others:
+        none = [np.zeros(len(chain), np.bool_) for _, chain in others]
+        flows.append(_unless_refused(contains_all(exchange, others, strict), none, strict))
+    results = yield from side_by_side(flows)
+    return results[: len(chains)], results[-1] if others else []
+
+
+def _unless_refused(flow: Flow[R], miss: R, strict: bool) -> Flow[R]:
+    """Runs a flow. Returns `miss` if the daemon refuses, unless `strict`."""
+    try:
+        return (yield from flow)
+    except DeniedError:
+        if strict:
+            raise
+        return miss
 
 
 def acquire(
