@@ -145,10 +145,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Returns that the pages of a request are not held: references keep those that are being saved."""
+        """Returns that the pages of a request are not held, and the parameters for a decode engine.
+
+        References keep the pages that are being saved.
+        """
         with self._guard("request_finished"):
-            self._half().finish(request, block_ids)
-            return False, None
+            return False, self._half().finish(request, block_ids)
         self._half().release(request.request_id)
         return False, None
 
@@ -262,7 +264,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> Figures | None:
         """Returns the counts since the last call."""
         with self._guard("get_kv_connector_stats"):
-            counts = self._worker.counts() if self._worker else Counter[str]()
+            half = self._worker or self._scheduler
+            counts = half.counts() if half else Counter[str]()
             failures = self._guard.failures.total()
             if failures > self._failures_told:
                 counts["hook failures"] = failures - self._failures_told

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvstore import Client, ExceptionBarrier, Layout
@@ -22,6 +22,10 @@ from kvstore_vllm.pages import Pages
 
 _LOADERS = 4
 """Concurrent loads. A load from NVMe mostly waits."""
+_WAITERS = 16
+"""Concurrent loads that wait for blocks of another engine. Further ones load what is stored."""
+_WAIT_SHARE = 0.8
+"""The part of the remaining time of a load in which it waits for the next block; the rest is to load it."""
 _SAVES = 1024
 """Queued saves; more are dropped."""
 _SAVE_BLOCKS = 64
@@ -83,6 +87,8 @@ class WorkerHalf:
         self._epoch = ""
         self._number = 0
         self._loaders = _threads(_LOADERS, "kvstore-load")
+        self._waiters = _threads(_WAITERS, "kvstore-wait")
+        self._waits = 0
         self._saver = _threads(1, "kvstore-save")  # one thread: parents before children
         self._changed = threading.Condition()
         self._saving: set[_Transfer] = set()
@@ -123,10 +129,12 @@ class WorkerHalf:
             loading = _Transfer(load.request_id, step.epoch, step.number)
             with self._changed:
                 self._loading.add(loading)
-            if self._asynchronous:
-                self._loaders.submit(self._load, loading, load, ends)
-            else:
+            if not self._asynchronous:
                 self._load(loading, load, ends)
+            elif self._may_wait(load):
+                self._waiters.submit(self._load, loading, load, ends)
+            else:
+                self._loaders.submit(self._load, loading, replace(load, waits=False), ends)
 
     def save(self, step: Step) -> None:
         """Starts the saves of the step."""
@@ -169,9 +177,18 @@ class WorkerHalf:
     def close(self) -> None:
         """Waits for running transfers; their deadlines bound the time."""
         self._loaders.shutdown()
+        self._waiters.shutdown()
         self._saver.shutdown()
 
     # -- within
+
+    def _may_wait(self, load: Load) -> bool:
+        """Returns whether a load has a thread to wait in: others are not to wait behind it."""
+        with self._changed:
+            if not load.waits or self._waits >= _WAITERS:
+                return False
+            self._waits += 1
+            return True
 
     def _waiting(self) -> bool:
         return bool(self._loading or self._saving)
@@ -212,9 +229,10 @@ class WorkerHalf:
         whole = False
         try:
             # What follows a part that is not whole is of no use.
-            whole = all(self._load_part(loading, part, ends) for part in load.parts)
+            whole = all(self._load_part(loading, part, ends, load.waits) for part in load.parts)
         finally:
             with self._changed:
+                self._waits -= load.waits
                 if not whole and not self._in_parts:
                     self._failed.add(load.request_id)
                 self._loading.discard(loading)
@@ -222,12 +240,12 @@ class WorkerHalf:
                     self._loaded.add(load.request_id)
                 self._changed.notify_all()
 
-    def _load_part(self, loading: _Transfer, part: Part, ends: float) -> bool:
+    def _load_part(self, loading: _Transfer, part: Part, ends: float, waits: bool) -> bool:
         """Fills the pages of a part and returns whether all are filled."""
         good, wanted = 0, len(part.block_ids)
         try:
             with self._guard("load"):
-                good = self._fill_pages(loading, part, ends)
+                good = self._fill_pages(loading, part, ends, waits)
         finally:
             with self._changed:
                 if self._in_parts:
@@ -236,28 +254,40 @@ class WorkerHalf:
                 self._counts["lost"] += wanted - good
         return good == wanted
 
-    def _fill_pages(self, loading: _Transfer, part: Part, ends: float) -> int:
-        """Returns the number of leading pages that were loaded."""
+    def _fill_pages(self, loading: _Transfer, part: Part, ends: float, waits: bool = False) -> int:
+        """Returns the number of leading pages that were loaded. `waits`: for blocks not stored yet."""
         group = self._groups[part.group]
         per_key, pages = group.per_key, group.pages
         wanted: list[int | None] = [None] * part.skip
         wanted += part.block_ids
         wanted += [None] * (len(part.keys) * per_key - len(wanted))
-        left_s = ends - time.monotonic()
         namespace = self._open(loading, group, part.block_ids)
-        if left_s <= 0 or namespace is None:
-            return 0
-        done = 0
-        with namespace.acquire(part.keys, left_s, device=pages.device, prompt=0) as lease:
-            while done < len(lease) and time.monotonic() <= ends:
-                last = min(done + pages.at_once, len(lease))
-                ids = [wanted[i * per_key : (i + 1) * per_key] for i in range(done, last)]
-                with self._copying(loading) as allowed:
-                    good = pages.load(lease, done, ids) if allowed else 0
-                done += good
-                if good < len(ids):
-                    break
+        done, whole = 0, namespace is not None
+        while whole and done < len(part.keys) and (left_s := ends - time.monotonic()) > 0:
+            wait_s = _WAIT_SHARE * left_s if waits else 0.0
+            with namespace.acquire(
+                part.keys[done:], left_s - wait_s, device=pages.device, wait_s=wait_s, prompt=0
+            ) as lease:
+                good = self._copy(loading, group, lease, wanted[done * per_key :], ends)
+                # A block that does not verify is not waited for.
+                whole = waits and 0 < len(lease) == good
+            done += good
         return min(max(0, done * per_key - part.skip), len(part.block_ids))
+
+    def _copy(
+        self, loading: _Transfer, group: GroupMemory, lease: Any, wanted: Sequence[int | None], ends: float
+    ) -> int:
+        """Copies leased blocks into the pages `wanted`; None: no page. Returns how many leading blocks."""
+        done, per_key, pages = 0, group.per_key, group.pages
+        while done < len(lease) and time.monotonic() <= ends:
+            last = min(done + pages.at_once, len(lease))
+            ids = [list(wanted[i * per_key : (i + 1) * per_key]) for i in range(done, last)]
+            with self._copying(loading) as allowed:
+                good = pages.load(lease, done, ids) if allowed else 0
+            done += good
+            if good < len(ids):
+                break
+        return done
 
     def _save(self, saving: _Transfer, save: Save, ends: float) -> None:
         stored = 0

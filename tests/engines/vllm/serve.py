@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 # Before anything prints: answers have the real stdout, everything else goes where stderr goes.
@@ -79,15 +80,20 @@ class Served:
         salt: str | None = None,
         lora: list[Any] | None = None,
         abort_after: int = 0,
+        params: list[Any] | None = None,
     ) -> list[dict[str, Any]]:
         """All prompts at once, greedily: tokens, top logprobs and how many prompt tokens were cached, each;
         and seconds until all answers were there, and until the engine had nothing left to do.
 
-        `abort_after`: all requests are aborted after so many steps, and there is no answer.
+        `abort_after`: all requests are aborted after so many steps, and there is no answer. `params`: the
+        `kv_transfer_params` of each prompt.
         """
         sampling = SamplingParams(
             max_tokens=max_tokens, temperature=0, logprobs=3, detokenize=False, ignore_eos=True
         )
+        samplings = [sampling.clone() for _ in prompts]
+        for each, some in zip(samplings, params or (), strict=False):
+            each.extra_args = {"kv_transfer_params": some}
         asked = [{"prompt_token_ids": p, **({"cache_salt": salt} if salt else {})} for p in prompts]
         adapter = LoRARequest(*lora) if lora else None
         if abort_after:
@@ -99,7 +105,7 @@ class Served:
             self._until_idle()
             return []
         started_s = time.perf_counter()
-        outputs = self.llm.generate(asked, sampling, use_tqdm=False, lora_request=adapter)
+        outputs = self.llm.generate(asked, samplings, use_tqdm=False, lora_request=adapter)
         answered_s = time.perf_counter()
         self._until_idle()
         return [
@@ -110,6 +116,7 @@ class Served:
                     for step in output.outputs[0].logprobs
                 ],
                 "cached": output.num_cached_tokens,
+                "params": output.kv_transfer_params,
                 "answered_s": answered_s - started_s,
                 "idle_s": time.perf_counter() - started_s,
             }
@@ -173,8 +180,9 @@ class Served:
         return [key.hex() for key in groups[group].keys(request.block_hashes)]
 
     def counts(self) -> dict[str, int]:
-        """Blocks by what became of them, since the engine was made."""
+        """Blocks by what became of them, and what else the connector counts, since the engine was made."""
         self.worker._worker.counts()
+        self.core.scheduler.connector._scheduler.counts()
         return {"saved": 0, **self._counted}
 
     def connected(self) -> bool:
@@ -218,15 +226,17 @@ class Served:
 
     def _keep_counts(self) -> None:
         """vLLM's own log of them says less than a test wants to know."""
-        worker, counted = self.worker._worker, Counter[str]()
-        take = worker.counts
+        self._counted = Counter[str]()
+        for half in (self.worker._worker, self.core.scheduler.connector._scheduler):
+            half.counts = self._counting(half.counts)
 
+    def _counting(self, take: Callable[[], Counter[str]]) -> Callable[[], Counter[str]]:
         def counts() -> Counter[str]:
             latest = take()
-            counted.update(latest)
+            self._counted.update(latest)
             return latest
 
-        worker.counts, self._counted = counts, counted
+        return counts
 
 
 def main() -> None:
