@@ -194,6 +194,11 @@ class Served:
             return False
         return True
 
+    def deadline(self, deadline_s: float) -> None:
+        """Changes the deadline of transfers."""
+        for connector in (self.core.scheduler.connector, self.worker):
+            connector._client.deadline_s = deadline_s
+
     def sabotage(self, place: str, times: int = sys.maxsize) -> None:
         """Makes something within the connector raise, the first times that it is called."""
         part, name = self._part(place)
