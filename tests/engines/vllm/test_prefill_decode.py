@@ -169,13 +169,14 @@ def test_a_promise_that_is_kept_in_part_is_awaited_until_the_deadline(pair: Pair
         before = pair.counts()
         [answer] = pair.decode.generate([asked], params=[TO_DECODE | {"remote_num_tokens": PROMPT_TOKENS}])
         assert said([answer]) == expected
-        assert 1.5 < answer["answered_s"] < 5
+        assert 1.5 < answer["answered_s"] < DEADLINE_S / 2
         counted = pair.since(before)
         assert counted["loaded"] >= tokens // BLOCK_TOKENS > 0
         assert counted["lost"] > 0
         # Nothing is awaited that no one has promised.
-        [answer] = pair.decode.fresh([prompt(1003, PROMPT_TOKENS)], params=[None])
-        assert answer["answered_s"] < 1.5
+        before = pair.counts()
+        pair.decode.fresh([prompt(1003, PROMPT_TOKENS)], params=[None])
+        assert pair.since(before) == {}
     finally:
         pair.decode("deadline", deadline_s=DEADLINE_S)
 
@@ -195,7 +196,6 @@ def test_what_cannot_be_read_is_as_if_it_were_not_there(pair: Pair) -> None:
     for params in bad:
         [answer] = pair.decode.fresh([asked], params=[params])
         assert said([answer]) == expected
-        assert answer["answered_s"] < 1.5
     assert pair.since(before) == {"bad parameters": len(bad)}
 
 
@@ -215,7 +215,7 @@ def test_a_killed_prefill_engine_is_awaited_until_the_deadline(pair: Pair) -> No
             time.sleep(0.15)
             prefill.kill()
             answers = pair.decode.receive()
-        assert answers[0]["answered_s"] < 6
+        assert answers[0]["answered_s"] < DEADLINE_S * 3 / 4
         assert said(answers) == expected
     finally:
         pair.decode("deadline", deadline_s=DEADLINE_S)
