@@ -69,7 +69,8 @@ class Served:
         """The connector beside the model."""
         return get_kv_transfer_group()
 
-    def _until_idle(self) -> None:
+    def idle(self) -> None:
+        """Steps the engine until it has nothing left to do."""
         while self.core.scheduler.has_requests():
             self.llm.llm_engine.step()
 
@@ -81,12 +82,13 @@ class Served:
         lora: list[Any] | None = None,
         abort_after: int = 0,
         params: list[Any] | None = None,
+        idle: bool = True,
     ) -> list[dict[str, Any]]:
         """All prompts at once, greedily: tokens, top logprobs and how many prompt tokens were cached, each;
         and seconds until all answers were there, and until the engine had nothing left to do.
 
         `abort_after`: all requests are aborted after so many steps, and there is no answer. `params`: the
-        `kv_transfer_params` of each prompt.
+        `kv_transfer_params` of each prompt. `idle`: answers when the engine has nothing left to do.
         """
         sampling = SamplingParams(
             max_tokens=max_tokens, temperature=0, logprobs=3, detokenize=False, ignore_eos=True
@@ -102,12 +104,13 @@ class Served:
             for _ in range(abort_after):
                 engine.step()
             engine.abort_request(ids, internal=True)
-            self._until_idle()
+            self.idle()
             return []
         started_s = time.perf_counter()
         outputs = self.llm.generate(asked, samplings, use_tqdm=False, lora_request=adapter)
         answered_s = time.perf_counter()
-        self._until_idle()
+        if idle:
+            self.idle()
         return [
             {
                 "tokens": list(output.outputs[0].token_ids),
