@@ -66,7 +66,7 @@ def test_prefill_decode_shares_blocks_and_computes_only_the_rest(texts: Path) ->
 def test_prefill_decode_serves_the_readmes_lines(texts: Path, tmp_path: Path) -> None:
     """Three servers and a daemon with other ports, another model and less memory."""
     folder = EXAMPLES / "prefill_decode"
-    [_, started, asked] = blocks((folder / "README.md").read_text())
+    [_, (_, started), (_, asked)] = blocks((folder / "README.md").read_text())
     ports = {str(n): str(free_port()) for n in (8000, 8100, 8200)}
     (tmp_path / "proxy.py").write_bytes((folder / "proxy.py").read_bytes())
 
@@ -74,7 +74,7 @@ def test_prefill_decode_serves_the_readmes_lines(texts: Path, tmp_path: Path) ->
         for shown, port in ports.items():
             line = line.replace(shown, port)
         line = line.replace("MODEL", str(texts)).replace("kvstore serve", "python -m kvstore serve")
-        return re.sub(r"^python|(?<= )python(?= -m)", sys.executable, line)
+        return re.sub(r"^python", sys.executable, line, flags=re.MULTILINE)
 
     env = {"KVSTORE_SOCKET": f"unix://{tmp_path}/kvstore.sock"}
     (tmp_path / "kvstore.toml").write_text(
