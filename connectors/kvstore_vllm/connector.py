@@ -27,14 +27,16 @@ from kvstore import Client, ExceptionBarrier, Layout
 from kvstore.errors import ConfigError
 from kvstore_vllm import identity
 from kvstore_vllm.groups import Group, groups_of, in_parts
-from kvstore_vllm.messages import Figures, Handshake, Progress, Step
+from kvstore_vllm.messages import Handshake, Progress, Step
+from kvstore_vllm.metrics import Figures, PromMetrics
 from kvstore_vllm.pages import check_covered, pages_of
 from kvstore_vllm.scheduler import SchedulerHalf
-from kvstore_vllm.settings import ConnectorSettings, check_engine, check_model, why_off
+from kvstore_vllm.settings import ConnectorSettings, check_engine, check_model, drops_last_block, why_off
 from kvstore_vllm.worker import NULL_BLOCK, GroupMemory, WorkerHalf
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -48,7 +50,7 @@ logger = logging.getLogger("vllm.kvstore")
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     """Loads prefixes from a kvstore daemon and stores computed blocks. Options: `ConnectorSettings`.
 
-    The class has 29 methods, because vLLM makes one class of both halves and calls each of its hooks.
+    The class has 30 methods, because vLLM makes one class of both halves and calls each of its hooks.
     """
 
     def __init__(
@@ -60,10 +62,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._off = why_off(vllm_config, settings)
         self._asynchronous = settings.load == "async"
         self._guard = ExceptionBarrier(logger)
-        self._failures_told = 0
-        self._client = Client(settings.url or None, deadline_s=settings.deadline_s)
+        self._failures_told: Counter[str] = Counter()
+        self._moved = 0
+        # Strict: the halves count why the daemon has not answered.
+        self._client = Client(settings.url or None, deadline_s=settings.deadline_s, strict=True)
         page_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        self._groups = groups_of(kv_cache_config, settings.blocks_per_key(page_tokens))
+        drops = drops_last_block(vllm_config)
+        self._groups = groups_of(kv_cache_config, settings.blocks_per_key(page_tokens), drops)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._revision = ""
@@ -77,6 +82,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 loads=self._kv_transfer_config.is_kv_consumer,
                 saves=self._kv_transfer_config.is_kv_producer,
                 whole_inputs=vllm_config.model_config.is_mm_prefix_lm,
+                drops=drops,
             )
             if reason := settings.without_prefix_caching:
                 logger.warning("serves although prefix caching may be off: %s", reason)
@@ -108,7 +114,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             if off := next((each.off for each in told if each.off), self._off):
                 logger.warning("nothing is loaded or stored: %s (see without_prefix_caching)", off)
             else:
-                self._half().meet([each.layouts for each in told])
+                # Workers with the same KV have the same layouts.
+                self._half().meet([list(each) for each in dict.fromkeys(tuple(w.layouts) for w in told)])
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """See the base class. Raises ConfigError if vLLM's null block is not the workers' one."""
@@ -193,24 +200,28 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._kv_cache_config.num_blocks,
             self._asynchronous,
             in_parts=in_parts(self._groups),
+            saves=get_tp_group().rank_in_group % self._kv_cache_config.kv_tp_replicas == 0,
         )
 
     def _layout(self, group: Group, caches: dict[str, torch.Tensor], block_bytes: int) -> Layout:
         config = self._vllm_config
         tp, pp = get_tp_group(), get_pp_group()
+        same = self._kv_cache_config.kv_tp_replicas
         return Layout(
             model=identity.model_name(config.model_config, self._revision),
             block_bytes=block_bytes,
             revision=self._revision,
             dtype=f"{config.model_config.dtype}, cache {config.cache_config.cache_dtype}",
             block_tokens=group.block_tokens,
-            shard=f"tp {tp.rank_in_group}/{tp.world_size}, pp {pp.rank_in_group}/{pp.world_size}",
+            shard=f"tp {tp.rank_in_group // same}/{tp.world_size // same}, "
+            f"pp {pp.rank_in_group}/{pp.world_size}",
             kv_layout=identity.kv_layout(
                 config,
                 [each.kv_cache_spec for each in self._kv_cache_config.kv_cache_groups],
                 group.number,
                 caches,
                 self._revision,
+                identity.drafted(config, self._settings.weights_revision),
             ),
             kind="chain" if group.full else "independent",
         )
@@ -247,6 +258,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Returns the requests with finished loads, and those of them that must start again."""
         with self._guard("get_transfer_results"):
             if self._worker:
+                # Before the figures, which vLLM asks for next: after the last step nobody takes later ones.
+                self._moved = self._worker.moved()
                 loaded, failed = self._worker.ended()
                 return KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
         return KVConnectorTransferResults()
@@ -257,26 +270,35 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Returns the progress of transfers."""
-        return Progress(self._worker.moved()) if self._worker else None
+        return Progress(self._moved) if self._worker else None
 
     # -- in both
 
     def get_kv_connector_stats(self) -> Figures | None:
-        """Returns the counts since the last call."""
+        """Returns the figures since the last call."""
         with self._guard("get_kv_connector_stats"):
-            half = self._worker or self._scheduler
-            counts = half.counts() if half else Counter[str]()
-            failures = self._guard.failures.total()
-            if failures > self._failures_told:
-                counts["hook failures"] = failures - self._failures_told
-                self._failures_told = failures
-            return Figures(dict(+counts)) if counts else None
+            data = (self._worker or self._half()).counts()
+            failures = self._guard.failures - self._failures_told
+            self._failures_told += failures
+            data |= {f"hook_failures:{hook}": count for hook, count in failures.items()}
+            return Figures(data) if data else None
         return None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Figures:
-        """Returns counts that another process sent."""
+        """Returns figures that another process sent."""
         return Figures(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> PromMetrics:
+        """Registers the connector's metrics in the process that serves `/metrics`."""
+        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         """Ends transfers, then connections."""

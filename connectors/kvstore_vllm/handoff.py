@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvstore_vllm.groups import Found, Group, in_parts
+from kvstore_vllm.metrics import Recorder
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -63,14 +63,14 @@ class Handoffs:
     Prefixes end at multiples of `alignment`, in tokens. `waits`: this engine can wait for promised blocks.
     """
 
-    def __init__(self, groups: Sequence[Group], alignment: int, waits: bool) -> None:
+    def __init__(self, groups: Sequence[Group], alignment: int, recorder: Recorder, waits: bool) -> None:
         self._groups = list(groups)
         self._alignment = alignment
         self._stored_tokens = math.lcm(alignment, *(group.block_tokens for group in groups))
         self._in_parts = in_parts(groups)
         self._waits = waits
         self._known: dict[str, TransferParams] = {}
-        self._counts: Counter[str] = Counter()
+        self._recorder = recorder
         self._silent_until_s = -math.inf
 
     def expect(self, request: Request, found: Found) -> Found | None:
@@ -119,11 +119,6 @@ class Handoffs:
         """Knows a request no longer."""
         self._known.pop(request_id, None)
 
-    def counts(self) -> Counter[str]:
-        """Returns counts since the last call."""
-        counts, self._counts = self._counts, Counter()
-        return counts
-
     def _params(self, request: Request) -> TransferParams:
         """Returns a request's parameters. Those that cannot be read are counted, logged and ignored."""
         if (known := self._known.get(request.request_id)) is None:
@@ -131,7 +126,7 @@ class Handoffs:
                 known = TransferParams.of(request.kv_transfer_params)
             except ValueError as error:
                 known = TransferParams()
-                self._counts["bad parameters"] += 1
+                self._recorder.add(1, "bad_parameters")
                 if time.monotonic() >= self._silent_until_s:
                     self._silent_until_s = time.monotonic() + _LOG_EVERY_S
                     logger.warning("%s: the request is served without it", error)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from kvstore import Layout
 
@@ -91,27 +88,3 @@ class Progress(KVConnectorWorkerMetadata):
         """Returns the progress of the slower worker."""
         assert isinstance(other, Progress)
         return Progress(min(self.number, other.number))
-
-
-@dataclass
-class Figures(KVConnectorStats):
-    """Counts since the last report: blocks by outcome, failures by hook. vLLM logs them."""
-
-    data: dict[str, Any] = field(default_factory=dict)
-
-    def reset(self) -> None:
-        """Clears the counts."""
-        self.data = {}
-
-    def aggregate(self, other: KVConnectorStats) -> Figures:
-        """Adds the counts of `other`."""
-        self.data = dict(Counter(self.data) + Counter(other.data))
-        return self
-
-    def reduce(self) -> dict[str, int | float]:
-        """Returns the counts to log."""
-        return dict(self.data)
-
-    def is_empty(self) -> bool:
-        """Returns whether there are no counts."""
-        return not self.data

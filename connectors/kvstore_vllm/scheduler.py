@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from kvstore_vllm.groups import Found, Group
 from kvstore_vllm.handoff import Handoffs
 from kvstore_vllm.lookup import Lookup
 from kvstore_vllm.messages import Load, Part, Progress, Save, Step
+from kvstore_vllm.metrics import NOT_STORED, Recorder
 from kvstore_vllm.references import PageReferences
 from kvstore_vllm.tails import Tails, Tracked
 from kvstore_vllm.worker import NULL_BLOCK
@@ -38,12 +38,15 @@ _AWAKE = 2.0
 class Match:
     """What a look-up found of a request, and the tokens that the engine had by itself.
 
-    `waits`: another engine has promised `found`, of which not everything is stored yet.
+    `asked_tokens`: those that could be found. `unasked`: the reason if the store was not asked. `waits`:
+    another engine has promised `found`, of which not everything is stored yet.
     """
 
     found: Found
     computed_tokens: int
     salt: bytes
+    asked_tokens: int = 0
+    unasked: str = ""
     waits: bool = False
 
 
@@ -51,6 +54,7 @@ class SchedulerHalf:
     """Called by the scheduler between steps. `alignment`: prefixes end at multiples of it, in tokens.
 
     `whole_inputs`: images have bidirectional attention, so a prompt with images must be computed as a whole.
+    `drops`: vLLM drops the last block of a hit.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class SchedulerHalf:
         loads: bool,
         saves: bool,
         whole_inputs: bool = False,
+        drops: bool = False,
     ) -> None:
         self._client = client
         self._guard = guard
@@ -73,12 +78,13 @@ class SchedulerHalf:
         self._may_load = loads
         self._may_save = saves
         self._whole_inputs = whole_inputs
-        self._lookup = Lookup(client, groups)
-        self._handoffs = Handoffs(groups, alignment, waits=loads and asynchronous)
+        self._lookup = Lookup(client, groups, drops)
         self._tracked: dict[str, Tracked] = {}
         self._matched: dict[str, Match] = {}
         self._tried: dict[str, int] = {}
         self._adapters = Adapters()
+        self._recorder = Recorder()
+        self._handoffs = Handoffs(groups, alignment, self._recorder, waits=loads and asynchronous)
         self._next = Step()
         self._number = 0
         self._moved = 0
@@ -108,18 +114,23 @@ class SchedulerHalf:
         salt = self._salt(request)
         # Polls, and admissions after a preemption, are for the same prompt.
         first = request.request_id not in self._matched
-        promised = None
+        asked, unasked, promised = 0, self._unasked(request, salt), None
         # vLLM requires some requests to be computed from their first token.
         if salt is None or request.skip_reading_prefix_cache or not self._lookup:
             found = Found(0, [set() for _ in self._groups])
         else:
+            started = time.perf_counter()
             found = self._lookup.find(request, salt, first)
+            if not unasked:
+                self._recorder.time("lookup_seconds", time.perf_counter() - started)
+                last = (request.num_tokens - 1) // self._alignment * self._alignment
+                asked = max(0, last - computed_tokens)
             promised = self._handoffs.expect(request, found)
             # vLLM ends a step there, so that the states at this position are there to be saved.
             if promised is None and found.junction > request.shared_prefix_boundary:
                 request.shared_prefix_boundary = found.junction // self._alignment * self._alignment
-        found = promised or found
-        self._matched[request.request_id] = Match(found, computed_tokens, salt or b"", promised is not None)
+        found, waits = promised or found, promised is not None
+        self._matched[request.request_id] = Match(found, computed_tokens, salt or b"", asked, unasked, waits)
         # One try per admission: a request that repeats a failed load would never start.
         if not self._may_load or self._tried.get(request.request_id) == request.num_preemptions:
             return 0
@@ -129,6 +140,7 @@ class SchedulerHalf:
         """Records the pages of a request; `external_tokens` tokens after the computed ones are loaded."""
         if request.num_computed_tokens:
             return  # the second call, after an asynchronous load
+        self._record(request, external_tokens)
         block_ids = blocks.get_block_ids()
         if external_tokens:
             self._note_try(request)
@@ -140,6 +152,19 @@ class SchedulerHalf:
                 parts = [Part(n, [], _pages(ids)) for n, ids in enumerate(block_ids)]
                 self._next.loads.append(Load(request.request_id, parts))
             raise
+
+    def _record(self, request: Request, hit_tokens: int) -> None:
+        """Records the first admission of a request: later ones are for the same prompt."""
+        request_id = request.request_id
+        match = self._matched.get(request_id)
+        if match is None or request_id in self._tracked or request.num_preemptions:
+            return
+        if match.unasked:
+            self._recorder.unasked(request_id, match.unasked)
+            return
+        why = match.found.why or NOT_STORED
+        asked = max(match.asked_tokens, hit_tokens)
+        self._recorder.admitted(request_id, asked, hit_tokens, match.computed_tokens, why)
 
     def _track(self, request: Request, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
         request_id = request.request_id
@@ -240,6 +265,10 @@ class SchedulerHalf:
         running = self._moved < self._number and time.monotonic() < self._awake_until
         return running or bool(self._next.saves)
 
+    def counts(self) -> dict[str, Any]:
+        """Returns the `data` of Figures since the last call."""
+        return self._recorder.take()
+
     def forget(self) -> None:
         """Makes all earlier stored blocks misses, because the weights may have changed."""
         self._next.epoch = uuid.uuid4().hex
@@ -247,10 +276,6 @@ class SchedulerHalf:
         self._lookup.open(self._next.epoch)
         for tracked in self._tracked.values():
             self._tails.stop(tracked)  # its pages are from before the reset
-
-    def counts(self) -> Counter[str]:
-        """Returns counts of requests since the last call."""
-        return self._handoffs.counts()
 
     # -- within
 
@@ -267,6 +292,16 @@ class SchedulerHalf:
         if self._whole_inputs and request.mm_features:
             return None
         return self._adapters.salt(request.lora_request) if request.lora_request else b""
+
+    def _unasked(self, request: Request, salt: bytes | None) -> str:
+        """Returns why nothing is loaded for a request, whatever is stored; an empty string if it may be."""
+        if not self._lookup:
+            return "nothing is served"
+        if not self._may_load:
+            return "this engine only stores"
+        if salt is None:
+            return "its adapter or its images are not served"
+        return "vLLM computes its whole prompt" if request.skip_reading_prefix_cache else ""
 
     def _saves(self) -> bool:
         return self._may_save and bool(self._lookup)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,6 +17,19 @@ from typing import Any
 from kvstore import Client, ExceptionBarrier, Layout
 from kvstore_vllm.identity import in_epoch
 from kvstore_vllm.messages import Load, Part, Save, Step
+from kvstore_vllm.metrics import (
+    CANCELLED,
+    DAMAGED,
+    DROPPED,
+    LATE,
+    NOT_STORED,
+    REFUSED,
+    UNANSWERED,
+    UNAVAILABLE,
+    Outcome,
+    Recorder,
+    reason_of,
+)
 from kvstore_vllm.pages import Pages
 
 _LOADERS = 4
@@ -40,11 +52,12 @@ NULL_BLOCK = 0
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    """A load or save of step `number`. `copying`: a copy is running."""
+    """A load or save of step `number`, ordered at `began` (perf_counter). `copying`: a copy is running."""
 
     request_id: str
     epoch: str
     number: int
+    began: float
     revoked: bool = False
     copying: bool = False
 
@@ -67,6 +80,7 @@ class WorkerHalf:
     """Called by the worker around its forward pass. Only synchronous loads block it.
 
     `in_parts`: a request can be resumed behind a part of its load, so lost pages are reported one by one.
+    `saves`: False if another worker has the same KV and saves it.
     """
 
     def __init__(
@@ -77,12 +91,14 @@ class WorkerHalf:
         num_blocks: int,
         asynchronous: bool = True,
         in_parts: bool = True,
+        saves: bool = True,
     ) -> None:
         self._client = client
         self._guard = guard
         self._groups = list(groups)
         self._asynchronous = asynchronous
         self._in_parts = in_parts
+        self._saves = saves
         self._num_blocks = num_blocks
         self._epoch = ""
         self._number = 0
@@ -96,7 +112,7 @@ class WorkerHalf:
         self._loaded: set[str] = set()
         self._failed: set[str] = set()
         self._bad_blocks: set[int] = set()
-        self._counts: Counter[str] = Counter()
+        self._recorder = Recorder()
         self._idle = False
 
     @property
@@ -126,7 +142,7 @@ class WorkerHalf:
         self._idle = step.idle
         ends = time.monotonic() + self._client.deadline_s
         for load in step.loads:
-            loading = _Transfer(load.request_id, step.epoch, step.number)
+            loading = _Transfer(load.request_id, step.epoch, step.number, time.perf_counter())
             with self._changed:
                 self._loading.add(loading)
             if not self._asynchronous:
@@ -139,13 +155,15 @@ class WorkerHalf:
     def save(self, step: Step) -> None:
         """Starts the saves of the step."""
         ends = time.monotonic() + self._client.deadline_s
-        for save in step.saves:
-            saving = _Transfer(save.request_id, step.epoch, step.number)
+        for save in step.saves if self._saves else ():
+            saving = _Transfer(save.request_id, step.epoch, step.number, time.perf_counter())
             with self._changed:
-                if len(self._saving) >= _SAVES:
-                    self._counts["dropped"] += len(save.keys)
-                    continue
-                self._saving.add(saving)
+                dropped = len(self._saving) >= _SAVES
+                if not dropped:
+                    self._saving.add(saving)
+            if dropped:
+                self._record_save(save, Outcome(why=DROPPED))
+                continue
             self._saver.submit(self._save, saving, save, ends)
 
     def ended(self) -> tuple[set[str], set[str]]:
@@ -168,11 +186,9 @@ class WorkerHalf:
         with self._changed:
             return min((each.number - 1 for each in self._saving | self._loading), default=self._number)
 
-    def counts(self) -> Counter[str]:
-        """Returns counts of blocks by outcome since the last call."""
-        with self._changed:
-            counts, self._counts = self._counts, Counter()
-            return counts
+    def counts(self) -> dict[str, Any]:
+        """Returns the `data` of Figures since the last call."""
+        return self._recorder.take()
 
     def close(self) -> None:
         """Waits for running transfers; their deadlines bound the time."""
@@ -231,6 +247,7 @@ class WorkerHalf:
             # What follows a part that is not whole is of no use.
             whole = all(self._load_part(loading, part, ends, load.waits) for part in load.parts)
         finally:
+            self._recorder.time("load_seconds", time.perf_counter() - loading.began)
             with self._changed:
                 self._waits -= load.waits
                 if not whole and not self._in_parts:
@@ -242,76 +259,81 @@ class WorkerHalf:
 
     def _load_part(self, loading: _Transfer, part: Part, ends: float, waits: bool) -> bool:
         """Fills the pages of a part and returns whether all are filled."""
-        good, wanted = 0, len(part.block_ids)
+        outcome, wanted = Outcome(), len(part.block_ids)
         try:
-            with self._guard("load"):
-                good = self._fill_pages(loading, part, ends, waits)
+            with self._guard("load"), _explained(outcome):
+                self._fill_pages(loading, part, ends, outcome, waits)
         finally:
             with self._changed:
                 if self._in_parts:
-                    self._bad_blocks.update(part.block_ids[good:])
-                self._counts["loaded"] += good
-                self._counts["lost"] += wanted - good
-        return good == wanted
+                    self._bad_blocks.update(part.block_ids[outcome.good :])
+            block_bytes = self._groups[part.group].layout.block_bytes
+            self._recorder.loaded(loading.request_id, part.group, wanted, block_bytes, outcome)
+        return outcome.good == wanted
 
-    def _fill_pages(self, loading: _Transfer, part: Part, ends: float, waits: bool = False) -> int:
-        """Returns the number of leading pages that were loaded. `waits`: for blocks not stored yet."""
+    def _fill_pages(
+        self, loading: _Transfer, part: Part, ends: float, outcome: Outcome, waits: bool = False
+    ) -> None:
+        """Loads the leading pages of a part. `waits`: for blocks not stored yet. Raises UNANSWERED."""
         group = self._groups[part.group]
         per_key, pages = group.per_key, group.pages
         wanted: list[int | None] = [None] * part.skip
         wanted += part.block_ids
         wanted += [None] * (len(part.keys) * per_key - len(wanted))
         namespace = self._open(loading, group, part.block_ids)
-        done, whole = 0, namespace is not None
-        while whole and done < len(part.keys) and (left_s := ends - time.monotonic()) > 0:
+        if namespace is None:
+            outcome.why = CANCELLED
+            return
+        done = 0
+        while True:
+            first, left_s = done, _left_s(ends)
             wait_s = _WAIT_SHARE * left_s if waits else 0.0
             with namespace.acquire(
-                part.keys[done:], left_s - wait_s, device=pages.device, wait_s=wait_s, prompt=0
+                part.keys[first:], left_s - wait_s, device=pages.device, wait_s=wait_s, prompt=0
             ) as lease:
-                good = self._copy(loading, group, lease, wanted[done * per_key :], ends)
-                # A block that does not verify is not waited for.
-                whole = waits and 0 < len(lease) == good
-            done += good
-        return min(max(0, done * per_key - part.skip), len(part.block_ids))
-
-    def _copy(
-        self, loading: _Transfer, group: GroupMemory, lease: Any, wanted: Sequence[int | None], ends: float
-    ) -> int:
-        """Copies leased blocks into the pages `wanted`; None: no page. Returns how many leading blocks."""
-        done, per_key, pages = 0, group.per_key, group.pages
-        while done < len(lease) and time.monotonic() <= ends:
-            last = min(done + pages.at_once, len(lease))
-            ids = [list(wanted[i * per_key : (i + 1) * per_key]) for i in range(done, last)]
-            with self._copying(loading) as allowed:
-                good = pages.load(lease, done, ids) if allowed else 0
-            done += good
-            if good < len(ids):
-                break
-        return done
+                outcome.why = LATE if lease.stored > len(lease) else NOT_STORED
+                while done - first < len(lease):
+                    _left_s(ends)
+                    last = min(done + pages.at_once, first + len(lease))
+                    ids = [wanted[i * per_key : (i + 1) * per_key] for i in range(done, last)]
+                    with self._copying(loading) as allowed:
+                        good = pages.load(lease, done - first, ids) if allowed else 0
+                    outcome.read.update(lease.tiers[done - first : done - first + good])
+                    done += good
+                    outcome.good = min(max(0, done * per_key - part.skip), len(part.block_ids))
+                    if good < len(ids):
+                        outcome.why = CANCELLED if not allowed else UNAVAILABLE if lease.ended else DAMAGED
+                        return
+            # An empty lease ends the wait, and so does the last block.
+            if not waits or done in (first, len(part.keys)):
+                return
 
     def _save(self, saving: _Transfer, save: Save, ends: float) -> None:
-        stored = 0
+        outcome = Outcome()
         try:
-            with self._guard("save"):
-                stored = self._fill_store(saving, save, ends)
+            with self._guard("save"), _explained(outcome):
+                self._fill_store(saving, save, ends, outcome)
         finally:
+            self._recorder.time("save_seconds", time.perf_counter() - saving.began)
+            self._record_save(save, outcome)
             with self._changed:
-                self._counts["saved"] += stored
-                self._counts["not saved"] += len(save.keys) - stored
                 self._saving.discard(saving)
                 self._changed.notify_all()
 
-    def _fill_store(self, saving: _Transfer, save: Save, ends: float) -> int:
-        """Returns the number of leading blocks that are stored."""
-        group, parent, stored = self._groups[save.group], save.parent, 0
+    def _record_save(self, save: Save, outcome: Outcome) -> None:
+        block_bytes = self._groups[save.group].layout.block_bytes
+        self._recorder.saved(save.request_id, save.group, len(save.keys), block_bytes, outcome)
+
+    def _fill_store(self, saving: _Transfer, save: Save, ends: float, outcome: Outcome) -> None:
+        """Stores the leading blocks of a save. Raises UNANSWERED."""
+        group, parent = self._groups[save.group], save.parent
         namespace, per_key = self._open(saving, group, save.block_ids), group.per_key
         if namespace is None:
-            return 0
+            outcome.why = CANCELLED
+            return
         for start in range(0, len(save.keys), _SAVE_BLOCKS):
             keys = save.keys[start : start + _SAVE_BLOCKS]
-            left_s = ends - time.monotonic()
-            if left_s <= 0:
-                break
+            left_s = _left_s(ends)
             tokens, size = save.tokens, group.layout.block_tokens
             if tokens is not None:
                 tokens = tokens[start * size : (start + len(keys)) * size]
@@ -320,14 +342,33 @@ class WorkerHalf:
                     first = (start + at) * per_key
                     with self._copying(saving) as allowed:
                         if not allowed:
-                            return stored
+                            outcome.why = CANCELLED
+                            return
                         group.pages.save(reservation, slot, save.block_ids[first : first + per_key])
                 result = reservation.commit()
-            stored += result.stored + result.present
+            outcome.good += result.stored + result.present
+            outcome.present += result.present
             if result.denied:
+                outcome.why = REFUSED
                 break  # its children would be denied too
             parent = None if group.layout.independent else keys[-1]
-        return stored
+
+
+@contextmanager
+def _explained(outcome: Outcome) -> Iterator[None]:
+    """Ends the `with` block where the daemon does not answer, with the reason in `outcome`."""
+    try:
+        yield
+    except UNANSWERED as error:
+        outcome.why = reason_of(error)
+
+
+def _left_s(ends: float) -> float:
+    """Returns the seconds until `ends`. Raises TimeoutError if there are none."""
+    left_s = ends - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("the deadline of the transfer has passed")
+    return left_s
 
 
 def _threads(count: int, name: str) -> ThreadPoolExecutor:

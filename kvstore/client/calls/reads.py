@@ -224,7 +224,9 @@ def lease(
     number, granted = checked(answer).lease, len(answer.slots) // SLOT_RECORD.itemsize
     requests.note_delivery(at, granted)
     if not number:
-        return no_lease(scope.layout.block_bytes, gpu)
+        none = no_lease(scope.layout.block_bytes, gpu)
+        none.stored = answer.stored
+        return none
     protocol.leases.add(number)
     keys, corrupt = chain.keys, set[Key]()
 
@@ -247,7 +249,9 @@ def lease(
         exchange.post(m.Suspect(0, namespace, len(key), key, device if slots.in_hbm else ""))
 
     kind = Lease if gpu is None else DeviceLease
-    return kind(slots, keys, fingerprint, end, suspect, exchange.connection.ended, gpu)
+    made = kind(slots, keys, fingerprint, end, suspect, exchange.connection.ended, gpu)
+    made.stored = max(granted, answer.stored)
+    return made
 
 
 def no_lease(block_bytes: int, gpu: Gpu | None) -> Lease:

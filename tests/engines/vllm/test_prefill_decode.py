@@ -34,6 +34,7 @@ TO_PREFILL = {
 TO_DECODE = {"do_remote_prefill": True, "do_remote_decode": False}
 """What a proxy sends that starts both engines at once."""
 PROMPT_TOKENS = 1300
+COUNTED = "loaded", "lost", "bad parameters"
 
 
 @dataclass
@@ -62,8 +63,8 @@ class Pair:
         return counts
 
     def since(self, before: dict[str, int]) -> dict[str, int]:
-        """What it has counted since, without zeros."""
-        now = {name: count - before.get(name, 0) for name, count in self.counts().items()}
+        """What it has counted of loads and parameters since, without zeros."""
+        now = {name: self.counts().get(name, 0) - before.get(name, 0) for name in COUNTED}
         return {name: count for name, count in now.items() if count}
 
 
