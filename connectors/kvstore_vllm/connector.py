@@ -166,10 +166,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Returns that the pages of a request are not held: references keep those that are being saved."""
+        """Returns that the pages of a request are not held, and the parameters for a decode engine.
+
+        References keep the pages that are being saved.
+        """
         with self._guard("request_finished"):
-            self._half().finish(request, block_ids)
-            return False, None
+            return False, self._half().finish(request, block_ids)
         self._half().release(request.request_id)
         return False, None
 

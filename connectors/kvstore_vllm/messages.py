@@ -29,10 +29,11 @@ class Part:
 
 @dataclass(slots=True)
 class Load:
-    """Loads the parts of a request's prefix."""
+    """Loads the parts of a request's prefix. `waits`: for blocks that another engine is still storing."""
 
     request_id: str
     parts: list[Part]
+    waits: bool = False
 
 
 @dataclass(slots=True)

@@ -92,6 +92,7 @@ METRICS = (
         "Time from the order of a save to its end, in seconds.",
         buckets=_FROM_1_MS,
     ),
+    Metric("bad_parameters", "Requests whose kv_transfer_params were ignored: a value has a wrong type."),
     Metric("hook_failures", "Hooks of the connector that raised, by hook. Each is a miss.", "hook"),
 )
 
@@ -105,6 +106,7 @@ _LOGGED = {
     f"save_blocks:{STORED}": "saved",
     f"save_blocks:{PRESENT}": "saved",
     f"save_blocks:{DROPPED}": "dropped",
+    "bad_parameters": "bad parameters",
     "hook_failures": "hook failures",
 }
 """The names of figures in vLLM's log. Figures without a name are only in `/metrics`."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kvstore import Client, ExceptionBarrier, Layout
 from kvstore_vllm.adapters import Adapters
 from kvstore_vllm.groups import Found, Group
+from kvstore_vllm.handoff import Handoffs
 from kvstore_vllm.lookup import Lookup
 from kvstore_vllm.messages import Load, Part, Progress, Save, Step
 from kvstore_vllm.metrics import NOT_STORED, Recorder
@@ -37,7 +38,8 @@ _AWAKE = 2.0
 class Match:
     """What a look-up found of a request, and the tokens that the engine had by itself.
 
-    `asked_tokens`: those that could be found. `unasked`: the reason if the store was not asked.
+    `asked_tokens`: those that could be found. `unasked`: the reason if the store was not asked. `waits`:
+    another engine has promised `found`, of which not everything is stored yet.
     """
 
     found: Found
@@ -45,6 +47,7 @@ class Match:
     salt: bytes
     asked_tokens: int = 0
     unasked: str = ""
+    waits: bool = False
 
 
 class SchedulerHalf:
@@ -81,6 +84,7 @@ class SchedulerHalf:
         self._tried: dict[str, int] = {}
         self._adapters = Adapters()
         self._recorder = Recorder()
+        self._handoffs = Handoffs(groups, alignment, self._recorder, waits=loads and asynchronous)
         self._next = Step()
         self._number = 0
         self._moved = 0
@@ -110,9 +114,9 @@ class SchedulerHalf:
         salt = self._salt(request)
         # Polls, and admissions after a preemption, are for the same prompt.
         first = request.request_id not in self._matched
-        asked, unasked = 0, self._unasked(request, salt)
+        asked, unasked, promised = 0, self._unasked(request, salt), None
         # vLLM requires some requests to be computed from their first token.
-        if salt is None or request.skip_reading_prefix_cache:
+        if salt is None or request.skip_reading_prefix_cache or not self._lookup:
             found = Found(0, [set() for _ in self._groups])
         else:
             started = time.perf_counter()
@@ -121,10 +125,12 @@ class SchedulerHalf:
                 self._recorder.time("lookup_seconds", time.perf_counter() - started)
                 last = (request.num_tokens - 1) // self._alignment * self._alignment
                 asked = max(0, last - computed_tokens)
+            promised = self._handoffs.expect(request, found)
             # vLLM ends a step there, so that the states at this position are there to be saved.
-            if found.junction > request.shared_prefix_boundary:
+            if promised is None and found.junction > request.shared_prefix_boundary:
                 request.shared_prefix_boundary = found.junction // self._alignment * self._alignment
-        self._matched[request.request_id] = Match(found, computed_tokens, salt or b"", asked, unasked)
+        found, waits = promised or found, promised is not None
+        self._matched[request.request_id] = Match(found, computed_tokens, salt or b"", asked, unasked, waits)
         # One try per admission: a request that repeats a failed load would never start.
         if not self._may_load or self._tried.get(request.request_id) == request.num_preemptions:
             return 0
@@ -137,7 +143,7 @@ class SchedulerHalf:
         self._record(request, external_tokens)
         block_ids = blocks.get_block_ids()
         if external_tokens:
-            self._tried[request.request_id] = request.num_preemptions
+            self._note_try(request)
         try:
             self._track(request, block_ids, external_tokens)
         except Exception:
@@ -184,7 +190,8 @@ class SchedulerHalf:
             match.salt,
         )
         if external_tokens:
-            self._next.loads.append(Load(request_id, [part for part in parts if part.block_ids]))
+            wanted = [part for part in parts if part.block_ids]
+            self._next.loads.append(Load(request_id, wanted, match.waits))
 
     # -- every step
 
@@ -222,17 +229,23 @@ class SchedulerHalf:
         self._references.number(self._number)
         return orders
 
-    def finish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
-        """Ends a request. Its last blocks are saved in the next step."""
-        tracked = self._tracked.get(request.request_id)
+    def finish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
+        """Ends a request. Its last blocks are saved in the next step.
+
+        Returns the parameters for a decode engine; None if no other engine decodes.
+        """
+        tracked, answer = self._tracked.get(request.request_id), None
         if tracked is not None and (confirmed := self._confirmed_tokens(tracked)):
             self._save(self._next, tracked, confirmed, block_ids, ended=True)
+            answer = self._handoffs.answer(request, confirmed if tracked.saves else 0)
         self.release(request.request_id)
+        return answer
 
     def release(self, request_id: str) -> None:
         """Knows a request no longer, and holds no page for it but those that are being saved."""
         self._matched.pop(request_id, None)
         self._tried.pop(request_id, None)
+        self._handoffs.forget(request_id)
         self._forget(request_id)
 
     def hear(self, output: KVConnectorOutput) -> None:
@@ -265,6 +278,14 @@ class SchedulerHalf:
             self._tails.stop(tracked)  # its pages are from before the reset
 
     # -- within
+
+    def _note_try(self, request: Request) -> None:
+        """Notes a load. After one that waited for a promise, what is stored may still be loaded."""
+        match = self._matched.get(request.request_id)
+        if match is not None and match.waits:
+            self._handoffs.awaited(request.request_id)
+        else:
+            self._tried[request.request_id] = request.num_preemptions
 
     def _salt(self, request: Request) -> bytes | None:
         """Returns the suffix of a request's keys; None if its blocks may be neither loaded nor stored."""

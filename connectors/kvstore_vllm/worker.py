@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvstore import Client, ExceptionBarrier, Layout
@@ -34,6 +34,10 @@ from kvstore_vllm.pages import Pages
 
 _LOADERS = 4
 """Concurrent loads. A load from NVMe mostly waits."""
+_WAITERS = 16
+"""Concurrent loads that wait for blocks of another engine. Further ones load what is stored."""
+_WAIT_SHARE = 0.8
+"""The part of the remaining time of a load in which it waits for the next block; the rest is to load it."""
 _SAVES = 1024
 """Queued saves; more are dropped."""
 _SAVE_BLOCKS = 64
@@ -99,6 +103,8 @@ class WorkerHalf:
         self._epoch = ""
         self._number = 0
         self._loaders = _threads(_LOADERS, "kvstore-load")
+        self._waiters = _threads(_WAITERS, "kvstore-wait")
+        self._waits = 0
         self._saver = _threads(1, "kvstore-save")  # one thread: parents before children
         self._changed = threading.Condition()
         self._saving: set[_Transfer] = set()
@@ -139,10 +145,12 @@ class WorkerHalf:
             loading = _Transfer(load.request_id, step.epoch, step.number, time.perf_counter())
             with self._changed:
                 self._loading.add(loading)
-            if self._asynchronous:
-                self._loaders.submit(self._load, loading, load, ends)
-            else:
+            if not self._asynchronous:
                 self._load(loading, load, ends)
+            elif self._may_wait(load):
+                self._waiters.submit(self._load, loading, load, ends)
+            else:
+                self._loaders.submit(self._load, loading, replace(load, waits=False), ends)
 
     def save(self, step: Step) -> None:
         """Starts the saves of the step."""
@@ -185,9 +193,18 @@ class WorkerHalf:
     def close(self) -> None:
         """Waits for running transfers; their deadlines bound the time."""
         self._loaders.shutdown()
+        self._waiters.shutdown()
         self._saver.shutdown()
 
     # -- within
+
+    def _may_wait(self, load: Load) -> bool:
+        """Returns whether a load has a thread to wait in: others are not to wait behind it."""
+        with self._changed:
+            if not load.waits or self._waits >= _WAITERS:
+                return False
+            self._waits += 1
+            return True
 
     def _waiting(self) -> bool:
         return bool(self._loading or self._saving)
@@ -228,10 +245,11 @@ class WorkerHalf:
         whole = False
         try:
             # What follows a part that is not whole is of no use.
-            whole = all(self._load_part(loading, part, ends) for part in load.parts)
+            whole = all(self._load_part(loading, part, ends, load.waits) for part in load.parts)
         finally:
             self._recorder.time("load_seconds", time.perf_counter() - loading.began)
             with self._changed:
+                self._waits -= load.waits
                 if not whole and not self._in_parts:
                     self._failed.add(load.request_id)
                 self._loading.discard(loading)
@@ -239,12 +257,12 @@ class WorkerHalf:
                     self._loaded.add(load.request_id)
                 self._changed.notify_all()
 
-    def _load_part(self, loading: _Transfer, part: Part, ends: float) -> bool:
+    def _load_part(self, loading: _Transfer, part: Part, ends: float, waits: bool) -> bool:
         """Fills the pages of a part and returns whether all are filled."""
         outcome, wanted = Outcome(), len(part.block_ids)
         try:
             with self._guard("load"), _explained(outcome):
-                self._fill_pages(loading, part, ends, outcome)
+                self._fill_pages(loading, part, ends, outcome, waits)
         finally:
             with self._changed:
                 if self._in_parts:
@@ -253,8 +271,10 @@ class WorkerHalf:
             self._recorder.loaded(loading.request_id, part.group, wanted, block_bytes, outcome)
         return outcome.good == wanted
 
-    def _fill_pages(self, loading: _Transfer, part: Part, ends: float, outcome: Outcome) -> None:
-        """Loads the leading pages of a part. Raises UNANSWERED."""
+    def _fill_pages(
+        self, loading: _Transfer, part: Part, ends: float, outcome: Outcome, waits: bool = False
+    ) -> None:
+        """Loads the leading pages of a part. `waits`: for blocks not stored yet. Raises UNANSWERED."""
         group = self._groups[part.group]
         per_key, pages = group.per_key, group.pages
         wanted: list[int | None] = [None] * part.skip
@@ -265,20 +285,28 @@ class WorkerHalf:
             outcome.why = CANCELLED
             return
         done = 0
-        with namespace.acquire(part.keys, _left_s(ends), device=pages.device, prompt=0) as lease:
-            outcome.why = LATE if lease.stored > len(lease) else NOT_STORED
-            while done < len(lease):
-                _left_s(ends)
-                last = min(done + pages.at_once, len(lease))
-                ids = [wanted[i * per_key : (i + 1) * per_key] for i in range(done, last)]
-                with self._copying(loading) as allowed:
-                    good = pages.load(lease, done, ids) if allowed else 0
-                outcome.read.update(lease.tiers[done : done + good])
-                done += good
-                outcome.good = min(max(0, done * per_key - part.skip), len(part.block_ids))
-                if good < len(ids):
-                    outcome.why = CANCELLED if not allowed else UNAVAILABLE if lease.ended else DAMAGED
-                    break
+        while True:
+            first, left_s = done, _left_s(ends)
+            wait_s = _WAIT_SHARE * left_s if waits else 0.0
+            with namespace.acquire(
+                part.keys[first:], left_s - wait_s, device=pages.device, wait_s=wait_s, prompt=0
+            ) as lease:
+                outcome.why = LATE if lease.stored > len(lease) else NOT_STORED
+                while done - first < len(lease):
+                    _left_s(ends)
+                    last = min(done + pages.at_once, first + len(lease))
+                    ids = [wanted[i * per_key : (i + 1) * per_key] for i in range(done, last)]
+                    with self._copying(loading) as allowed:
+                        good = pages.load(lease, done - first, ids) if allowed else 0
+                    outcome.read.update(lease.tiers[done - first : done - first + good])
+                    done += good
+                    outcome.good = min(max(0, done * per_key - part.skip), len(part.block_ids))
+                    if good < len(ids):
+                        outcome.why = CANCELLED if not allowed else UNAVAILABLE if lease.ended else DAMAGED
+                        return
+            # An empty lease ends the wait, and so does the last block.
+            if not waits or done in (first, len(part.keys)):
+                return
 
     def _save(self, saving: _Transfer, save: Save, ends: float) -> None:
         outcome = Outcome()

@@ -132,7 +132,7 @@ def _acquire_now(session: Session, q: m.Acquire, event: ev.Acquire, namespace: N
     if services.network is None:
         services.core.ask(session, q.id, event)
     else:
-        services.network.requests.acquire(session, q.id, event, namespace)
+        services.network.requests.acquire(session, q.id, event, namespace, fresh=q.wait_s > 0)
 
 
 def release(session: Session, q: m.Release) -> None:

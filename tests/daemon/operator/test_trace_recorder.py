@@ -334,7 +334,7 @@ def test_a_sample_of_a_prompt_is_no_request() -> None:
 
 def test_the_same_key_of_two_namespaces_has_two_hashes_and_two_recordings_share_none() -> None:
     desk, other = Desk(), Desk()
-    one, two = (desk.recorder._hashes(space, 4, raw([1])) for space in desk.spaces)
+    one, two = (desk.recorder._hashes(space, 4, raw([1])) for space in desk.spaces[:2])
     assert len({one, two, other.recorder._hashes(other.spaces[0], 4, raw([1]))}) == 3
 
 

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 # Before anything prints: answers have the real stdout, everything else goes where stderr goes.
@@ -121,7 +122,8 @@ class Served:
         """What the tier's rows of a group look like."""
         return self.tier._layouts[group].to_map()
 
-    def _until_idle(self) -> None:
+    def idle(self) -> None:
+        """Steps the engine until it has nothing left to do."""
         while self.core.scheduler.has_requests():
             self.llm.llm_engine.step()
 
@@ -132,15 +134,21 @@ class Served:
         salt: str | None = None,
         lora: list[Any] | None = None,
         abort_after: int = 0,
+        params: list[Any] | None = None,
+        idle: bool = True,
     ) -> list[dict[str, Any]]:
         """All prompts at once, greedily: tokens, top logprobs and how many prompt tokens were cached, each;
         and seconds until all answers were there, and until the engine had nothing left to do.
 
-        `abort_after`: all requests are aborted after so many steps, and there is no answer.
+        `abort_after`: all requests are aborted after so many steps, and there is no answer. `params`: the
+        `kv_transfer_params` of each prompt. `idle`: answers when the engine has nothing left to do.
         """
         sampling = SamplingParams(
             max_tokens=max_tokens, temperature=0, logprobs=3, detokenize=False, ignore_eos=True
         )
+        samplings = [sampling.clone() for _ in prompts]
+        for each, some in zip(samplings, params or (), strict=False):
+            each.extra_args = {"kv_transfer_params": some}
         asked = [{"prompt_token_ids": p, **({"cache_salt": salt} if salt else {})} for p in prompts]
         adapter = LoRARequest(*lora) if lora else None
         if abort_after:
@@ -149,12 +157,13 @@ class Served:
             for _ in range(abort_after):
                 engine.step()
             engine.abort_request(ids, internal=True)
-            self._until_idle()
+            self.idle()
             return []
         started_s = time.perf_counter()
-        outputs = self.llm.generate(asked, sampling, use_tqdm=False, lora_request=adapter)
+        outputs = self.llm.generate(asked, samplings, use_tqdm=False, lora_request=adapter)
         answered_s = time.perf_counter()
-        self._until_idle()
+        if idle:
+            self.idle()
         return [
             {
                 "tokens": list(output.outputs[0].token_ids),
@@ -163,6 +172,7 @@ class Served:
                     for step in output.outputs[0].logprobs
                 ],
                 "cached": output.num_cached_tokens,
+                "params": output.kv_transfer_params,
                 "answered_s": answered_s - started_s,
                 "idle_s": time.perf_counter() - started_s,
             }
@@ -261,8 +271,9 @@ class Served:
         return Request.from_engine_core_request(asked, self.core.request_block_hasher)
 
     def counts(self) -> dict[str, int]:
-        """Blocks by what became of them, since the engine was made."""
+        """Blocks by what became of them, and what else the connector counts, since the engine was made."""
         self.worker._worker.counts()
+        self.core.scheduler.connector._scheduler.counts()
         return {"saved": 0, **self._counted}
 
     def connected(self) -> bool:
@@ -273,6 +284,11 @@ class Served:
         except UnavailableError:
             return False
         return True
+
+    def deadline(self, deadline_s: float) -> None:
+        """Changes the deadline of transfers."""
+        for connector in (self.core.scheduler.connector, self.worker):
+            connector._client.deadline_s = deadline_s
 
     def sabotage(self, place: str, times: int = sys.maxsize) -> None:
         """Makes something within the connector raise, the first times that it is called."""
@@ -308,15 +324,17 @@ class Served:
 
     def _keep_counts(self) -> None:
         """vLLM's own log of them says less than a test wants to know."""
-        worker, counted = self.worker._worker, Counter[str]()
-        take = worker.counts
+        self._counted = Counter[str]()
+        for half in (self.worker._worker, self.core.scheduler.connector._scheduler):
+            half.counts = self._counting(half.counts)
 
+    def _counting(self, take: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
         def counts() -> dict[str, Any]:
             latest = take()
-            counted.update(Figures(latest).reduce())
+            self._counted.update(Figures(latest).reduce())
             return latest
 
-        worker.counts, self._counted = counts, counted
+        return counts
 
 
 def main() -> None:

@@ -55,6 +55,7 @@ class FakeRequest:
     prompt_embeds: Any = None
     skip_reading_prefix_cache: bool = False
     shared_prefix_boundary: int = 0
+    kv_transfer_params: Any = None
 
     @property
     def all_token_ids(self) -> list[int]:
