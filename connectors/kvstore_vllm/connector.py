@@ -263,6 +263,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Returns the counts since the last call."""
         with self._guard("get_kv_connector_stats"):
             counts = self._worker.counts() if self._worker else Counter[str]()
+            if self._scheduler:
+                counts += self._scheduler.counts()
             failures = self._guard.failures.total()
             if failures > self._failures_told:
                 counts["hook failures"] = failures - self._failures_told
@@ -280,6 +282,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         with self._guard("shutdown"):
             if self._worker:
                 self._worker.close()
+            if self._scheduler:
+                self._scheduler.close()
             self._client.close()
 
     def _half(self) -> SchedulerHalf:

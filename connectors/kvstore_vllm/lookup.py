@@ -9,18 +9,24 @@ from typing import Any
 import numpy as np
 
 from kvstore import Client, Layout
+from kvstore.errors import DeniedError, UnavailableError
 from kvstore_vllm.groups import Found, Group, PrefixFinder, in_parts
-from kvstore_vllm.identity import in_epoch
+from kvstore_vllm.options import OWN, Scope
+from kvstore_vllm.tenants import Tenants, namespace
 
 LOOKUP_DEADLINE_S = 0.05
 """The deadline of a lookup, in seconds: the scheduler, and so every request, waits for it."""
 
 
 class Lookup:
-    """Asks for the blocks of prompts. Every lookup is a miss until the workers' layouts are known."""
+    """Asks for the blocks of prompts. Every lookup is a miss until the workers' layouts are known.
 
-    def __init__(self, client: Client, groups: Sequence[Group]) -> None:
+    Answers are those of a scope, whose client is `client`.
+    """
+
+    def __init__(self, client: Client, groups: Sequence[Group], scope: Scope = OWN) -> None:
         self._client = client
+        self._scope = scope
         self._groups = list(groups)
         self._in_parts = in_parts(groups)
         self._layouts: list[list[Layout]] = []
@@ -35,7 +41,8 @@ class Lookup:
     def open(self, epoch: str) -> None:
         """Asks from now on for blocks since the reset named `epoch`."""
         self._namespaces = [
-            [self._client.namespace(in_epoch(layout, epoch)) for layout in shard] for shard in self._layouts
+            [namespace(self._client, self._scope, epoch, layout) for layout in shard]
+            for shard in self._layouts
         ]
 
     def bind(self, coordinator: Any) -> None:
@@ -102,3 +109,51 @@ class Lookup:
             set(np.flatnonzero(np.logical_and.reduce(masks[i :: len(groups)])).tolist())
             for i in range(len(groups))
         ]
+
+
+class ScopeLookups:
+    """The lookups of scopes other than the engine's own."""
+
+    def __init__(self, client: Client, groups: Sequence[Group]) -> None:
+        self._groups = list(groups)
+        self._tenants = Tenants(client, LOOKUP_DEADLINE_S, strict=True)
+        self._layouts: list[list[Layout]] = []
+        self._epoch = ""
+        self._coordinator: Any = None
+
+    def meet(self, layouts: list[list[Layout]]) -> None:
+        """Takes the block layouts of each worker, by group."""
+        self._layouts = layouts
+
+    def open(self, epoch: str) -> None:
+        """Asks from now on for blocks since the reset named `epoch`."""
+        self._epoch = epoch
+
+    def bind(self, coordinator: Any) -> None:
+        """Takes vLLM's coordinator of block tables."""
+        self._coordinator = coordinator
+
+    def find(self, scope: Scope, request: Any, salt: bytes, first: bool) -> Found:
+        """Returns which blocks of a scope all workers can load, see `Lookup.find`.
+
+        Raises RefusedError for a token that the daemon refuses.
+        """
+        none = Found(0, [set() for _ in self._groups])
+        if not self._layouts:
+            return none
+        try:
+            lookup = self._tenants.opened(scope, self._epoch, None, lambda client: self._made(client, scope))
+            return lookup.find(request, salt, first)
+        except (UnavailableError, DeniedError) as error:
+            self._tenants.check(scope, error)
+            return none
+
+    def close(self) -> None:
+        """Closes the clients of tenants."""
+        self._tenants.close()
+
+    def _made(self, client: Client, scope: Scope) -> Lookup:
+        lookup = Lookup(client, self._groups, scope)
+        lookup.bind(self._coordinator)
+        lookup.meet(self._layouts, self._epoch)
+        return lookup

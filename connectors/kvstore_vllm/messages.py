@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from kvstore import Layout
+from kvstore_vllm.options import OWN, Advice, Scope
 
 
 @dataclass(slots=True)
@@ -36,6 +37,7 @@ class Load:
 
     request_id: str
     parts: list[Part]
+    scope: Scope = OWN
 
 
 @dataclass(slots=True)
@@ -52,6 +54,18 @@ class Save:
     parent: bytes | None
     block_ids: list[int]
     tokens: list[int] | None = None
+    scope: Scope = OWN
+
+
+@dataclass(slots=True)
+class Hint:
+    """Tells the store what will become of a request's stored blocks `keys` of a group."""
+
+    request_id: str
+    group: int
+    keys: list[bytes]
+    advice: Advice
+    scope: Scope = OWN
 
 
 @dataclass
@@ -59,7 +73,7 @@ class Step(KVConnectorMetadata):
     """The transfers of one step.
 
     `epoch`: names the weights since the last reset; empty before the first. `number`: counts the steps with
-    loads or saves. `idle`: the step computes nothing.
+    loads, saves or hints. `idle`: the step computes nothing.
     """
 
     epoch: str = ""
@@ -67,6 +81,7 @@ class Step(KVConnectorMetadata):
     idle: bool = False
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
+    hints: list[Hint] = field(default_factory=list)
 
 
 @dataclass

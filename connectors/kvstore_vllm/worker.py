@@ -15,10 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from kvstore import Client, ExceptionBarrier, Layout
+from kvstore import Client, ExceptionBarrier, Layout, Namespace
 from kvstore_vllm.identity import in_epoch
-from kvstore_vllm.messages import Load, Part, Save, Step
+from kvstore_vllm.messages import Hint, Load, Part, Save, Step
+from kvstore_vllm.options import OWN, Scope
 from kvstore_vllm.pages import Pages
+from kvstore_vllm.tenants import Tenants
 
 _LOADERS = 4
 """Concurrent loads. A load from NVMe mostly waits."""
@@ -36,11 +38,12 @@ NULL_BLOCK = 0
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    """A load or save of step `number`. `copying`: a copy is running."""
+    """A load, save or hint of step `number`. `copying`: a copy is running."""
 
     request_id: str
     epoch: str
     number: int
+    scope: Scope = OWN
     revoked: bool = False
     copying: bool = False
 
@@ -75,6 +78,7 @@ class WorkerHalf:
         in_parts: bool = True,
     ) -> None:
         self._client = client
+        self._tenants = Tenants(client, client.deadline_s)
         self._guard = guard
         self._groups = list(groups)
         self._asynchronous = asynchronous
@@ -120,7 +124,7 @@ class WorkerHalf:
         self._idle = step.idle
         ends = time.monotonic() + self._client.deadline_s
         for load in step.loads:
-            loading = _Transfer(load.request_id, step.epoch, step.number)
+            loading = _Transfer(load.request_id, step.epoch, step.number, load.scope)
             with self._changed:
                 self._loading.add(loading)
             if self._asynchronous:
@@ -129,16 +133,25 @@ class WorkerHalf:
                 self._load(loading, load, ends)
 
     def save(self, step: Step) -> None:
-        """Starts the saves of the step."""
+        """Starts the saves and hints of the step."""
         ends = time.monotonic() + self._client.deadline_s
         for save in step.saves:
-            saving = _Transfer(save.request_id, step.epoch, step.number)
+            saving = _Transfer(save.request_id, step.epoch, step.number, save.scope)
             with self._changed:
                 if len(self._saving) >= _SAVES:
                     self._counts["dropped"] += len(save.keys)
                     continue
                 self._saving.add(saving)
             self._saver.submit(self._save, saving, save, ends)
+        for hint in step.hints:
+            hinting = _Transfer(hint.request_id, step.epoch, step.number, hint.scope)
+            with self._changed:
+                if len(self._saving) >= _SAVES:
+                    self._counts["dropped hints"] += 1
+                    continue
+                self._saving.add(hinting)
+            # Behind the saves of its request.
+            self._saver.submit(self._hint, hinting, hint)
 
     def ended(self) -> tuple[set[str], set[str]]:
         """Returns the requests with finished loads, and those of them that must start again; each once."""
@@ -170,6 +183,7 @@ class WorkerHalf:
         """Waits for running transfers; their deadlines bound the time."""
         self._loaders.shutdown()
         self._saver.shutdown()
+        self._tenants.close()
 
     # -- within
 
@@ -204,6 +218,8 @@ class WorkerHalf:
         with self._changed:
             if transfer.revoked or transfer.epoch != self._epoch:
                 return None
+            if transfer.scope != OWN:
+                return self._tenants.namespace(transfer.scope, self._epoch, group.layout)
             if group.namespace is None:
                 group.namespace = self._client.namespace(in_epoch(group.layout, self._epoch))
             return group.namespace
@@ -298,6 +314,35 @@ class WorkerHalf:
                 break  # its children would be denied too
             parent = None if group.layout.independent else keys[-1]
         return stored
+
+    def _hint(self, hinting: _Transfer, hint: Hint) -> None:
+        pinned = 0
+        try:
+            with self._guard("hint"):
+                namespace = self._open(hinting, self._groups[hint.group], ())
+                pinned = _tell(namespace, hint) if namespace is not None else 0
+        finally:
+            with self._changed:
+                self._counts["pinned"] += pinned
+                self._saving.discard(hinting)
+                self._changed.notify_all()
+
+
+def _tell(namespace: Namespace, hint: Hint) -> int:
+    """Tells the store a hint; returns how many blocks are pinned."""
+    advice, pinned = hint.advice, 0
+    if advice.unpin:
+        namespace.unpin(hint.keys)
+    if advice.pin_s:
+        pinned = namespace.pin(hint.keys, advice.pin_s)
+    if advice.hints:
+        namespace.hint(
+            hint.keys,
+            next_use_s=advice.next_use_s,
+            closed=advice.closed,
+            priority=advice.priority or 0,
+        )
+    return pinned
 
 
 def _threads(count: int, name: str) -> ThreadPoolExecutor:

@@ -6,12 +6,14 @@ commands it is stepped until it has nothing left to do, as vLLM's own loop does 
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 # Before anything prints: answers have the real stdout, everything else goes where stderr goes.
@@ -27,6 +29,7 @@ from vllm.distributed.kv_transfer import (  # noqa: E402
 )
 from vllm.lora.request import LoRARequest  # noqa: E402
 from vllm.v1.engine import EngineCoreRequest  # noqa: E402
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
 
 from kvstore.errors import UnavailableError  # noqa: E402
@@ -79,15 +82,20 @@ class Served:
         salt: str | None = None,
         lora: list[Any] | None = None,
         abort_after: int = 0,
+        params: list[Any] | None = None,
     ) -> list[dict[str, Any]]:
         """All prompts at once, greedily: tokens, top logprobs and how many prompt tokens were cached, each;
         and seconds until all answers were there, and until the engine had nothing left to do.
 
-        `abort_after`: all requests are aborted after so many steps, and there is no answer.
+        `abort_after`: all requests are aborted after so many steps, and there is no answer. `params`: the
+        `kv_transfer_params` of each prompt.
         """
         sampling = SamplingParams(
             max_tokens=max_tokens, temperature=0, logprobs=3, detokenize=False, ignore_eos=True
         )
+        samplings = [sampling.clone() for _ in prompts]
+        for one, some in zip(samplings, params or (), strict=params is not None):
+            one.extra_args = {"kv_transfer_params": some}
         asked = [{"prompt_token_ids": p, **({"cache_salt": salt} if salt else {})} for p in prompts]
         adapter = LoRARequest(*lora) if lora else None
         if abort_after:
@@ -99,7 +107,7 @@ class Served:
             self._until_idle()
             return []
         started_s = time.perf_counter()
-        outputs = self.llm.generate(asked, sampling, use_tqdm=False, lora_request=adapter)
+        outputs = self.llm.generate(asked, samplings, use_tqdm=False, lora_request=adapter)
         answered_s = time.perf_counter()
         self._until_idle()
         return [
@@ -115,6 +123,13 @@ class Served:
             }
             for output in outputs
         ]
+
+    def hinted(self, prompt: list[int], actions: list[list[Any]]) -> None:
+        """Computes a prompt that an orchestrator has given KV hints: type, version and payload of each."""
+        sampling = SamplingParams(max_tokens=1, detokenize=False)
+        hints = KvHintsEnvelope("1.0", "message", [KvHintAction("action", *each) for each in actions])
+        self.llm.llm_engine.add_request("hinted", {"prompt_token_ids": prompt}, sampling, kv_hints=hints)
+        self._until_idle()
 
     def reset(self, connector: bool = False) -> bool:
         """Empties the engine's own prefix cache."""
@@ -173,8 +188,9 @@ class Served:
         return [key.hex() for key in groups[group].keys(request.block_hashes)]
 
     def counts(self) -> dict[str, int]:
-        """Blocks by what became of them, since the engine was made."""
+        """Blocks by what became of them, and requests that were not followed, since the engine was made."""
         self.worker._worker.counts()
+        self.core.scheduler.connector._scheduler.counts()
         return {"saved": 0, **self._counted}
 
     def connected(self) -> bool:
@@ -218,15 +234,14 @@ class Served:
 
     def _keep_counts(self) -> None:
         """vLLM's own log of them says less than a test wants to know."""
-        worker, counted = self.worker._worker, Counter[str]()
-        take = worker.counts
+        self._counted = Counter[str]()
+        for half in (self.worker._worker, self.core.scheduler.connector._scheduler):
+            half.counts = functools.partial(self._count, half.counts)
 
-        def counts() -> Counter[str]:
-            latest = take()
-            counted.update(latest)
-            return latest
-
-        worker.counts, self._counted = counts, counted
+    def _count(self, take: Callable[[], Counter[str]]) -> Counter[str]:
+        latest = take()
+        self._counted.update(latest)
+        return latest
 
 
 def main() -> None:

@@ -53,6 +53,8 @@ class FakeRequest:
     prompt_embeds: Any = None
     skip_reading_prefix_cache: bool = False
     shared_prefix_boundary: int = 0
+    kv_transfer_params: Any = None
+    kv_hints: Any = None
 
     @property
     def all_token_ids(self) -> list[int]:
@@ -640,7 +642,7 @@ def test_a_computing_step_is_not_idle_for_the_second_model_runner(
         ExceptionBarrier(logging.getLogger("test")),
         "",
     )
-    connector._failures_told, connector._connector_metadata = 0, None
+    connector._failures_told, connector._connector_metadata, connector._scheduler = 0, None, None
     runner = ActiveKVConnector.__new__(ActiveKVConnector)
     runner.kv_connector, runner.vllm_config = connector, VllmConfig()
     runner._pending_load_kwargs, runner._disabled = None, False
