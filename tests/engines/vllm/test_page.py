@@ -51,7 +51,7 @@ def server(model: Path, flag: str) -> Iterator[str]:
     process = subprocess.Popen(command, env=SERVERS)
     url = f"http://127.0.0.1:{port}"
     try:
-        ends = time.monotonic() + 120
+        ends = time.monotonic() + 300
         while True:
             try:
                 urllib.request.urlopen(f"{url}/health", timeout=5).close()

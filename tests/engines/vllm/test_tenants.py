@@ -18,7 +18,7 @@ from kvstore.errors import UnavailableError
 from kvstore.types import chain_keys
 from kvstore_vllm.options import OWN, Scope
 from kvstore_vllm.tenants import RefusedError, Tenants
-from tests.daemons import eventually
+from tests.daemons import eventually, tier
 from tests.engines.vllm.engine import Engine, cached, connector, full_blocks, prompt, said
 from tests.engines.vllm.shapes import SHAPES
 from tests.engines.vllm.test_page import PAGE, SERVERS, cached_tokens, complete, server
@@ -58,10 +58,9 @@ def operator(own: TenantDaemon) -> Iterator[Client]:
         yield client
 
 
-@pytest.fixture(scope="module", params=["async", "sync"])
-def served(request: pytest.FixtureRequest, model: Path, own: TenantDaemon) -> Iterator[Engine]:
-    with Engine(model, **connector(own, load=request.param, weights_revision=request.param)) as engine:
-        engine.mode = request.param
+@pytest.fixture(scope="module")
+def served(model: Path, own: TenantDaemon) -> Iterator[Engine]:
+    with Engine(model, **connector(own)) as engine:
         yield engine
 
 
@@ -72,13 +71,13 @@ def counted(engine: Engine, name: str) -> int:
 def used(operator: Client, name: str) -> int:
     """The bytes of a tenant in DRAM."""
     [tenant] = [each for each in operator.status()["tenants"] if each["name"] == name]
-    return int(tenant["dram"]["used_bytes"])
+    return int(tier(tenant, "dram")["used_bytes"])
 
 
-def blocks(engine: Engine, operator: Client, asked: list[int], tenant: str, group: int = 0) -> list[Any]:
-    """What the daemon knows of a prompt's stored blocks of a tenant."""
-    keys = [bytes.fromhex(key) for key in engine("keys", prompt=asked, group=group)]
-    return [each for each in operator.explain(keys, tenant=tenant) if each["copies"]]
+def blocks(engine: Engine, operator: Client, asked: list[int], tenant: str) -> list[Any]:
+    """What the daemon knows of a prompt's stored blocks of a tenant, in all its namespaces."""
+    keys = [bytes.fromhex(key) for key in engine("keys", prompt=asked)]
+    return [each for each in operator.explain(keys, tenant=tenant) if each.get("copies")]
 
 
 # -- whose blocks
@@ -307,10 +306,10 @@ def test_a_model_with_windows(tmp_path: Path, own: TenantDaemon, operator: Clien
             assert (said(answers), cached(answers)) == (expected, [full_blocks(500)]), params
         [answer] = engine.fresh(asked, max_tokens=100, params=[of("red", pin_s=500)])
         whole = asked[0] + answer["tokens"]
-        stored = [blocks(engine, operator, whole, "red", group) for group in range(2)]
+        stored = blocks(engine, operator, whole, "red")
         # All 18 blocks of full attention; two before the end of the prompt and two before that of the answer.
-        assert sorted(len(each) for each in stored) == [4, 18]
-        assert all(block["pinned_s"] > 400 for each in stored for block in each)
+        assert len(stored) == 18 + 4
+        assert all(block["pinned_s"] > 400 for block in stored)
         assert cached(engine.fresh(asked, params=[says(token=WRONG)])) == [0]
         assert engine("failures") == {}
 
