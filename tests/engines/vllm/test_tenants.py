@@ -21,7 +21,8 @@ from kvstore_vllm.tenants import RefusedError, Tenants
 from tests.daemons import eventually, tier
 from tests.engines.vllm.engine import Engine, cached, connector, full_blocks, prompt, said
 from tests.engines.vllm.shapes import SHAPES
-from tests.engines.vllm.test_page import PAGE, SERVERS, cached_tokens, complete, server
+from tests.engines.vllm.test_page import PAGE, SERVERS, cached_tokens, complete, server, shell
+from tests.programs import need
 from tests.tenants import TenantDaemon
 
 DRAM_ONLY = {"dram": {"limit": "96MiB", "huge_pages": False}, "scrub": {"rate": 0}}
@@ -349,8 +350,9 @@ def emptied(url: str) -> bool:
 
 
 def test_the_http_server_takes_options_in_the_body(
-    model: Path, own: TenantDaemon, monkeypatch: pytest.MonkeyPatch
+    model: Path, own: TenantDaemon, operator: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    need("curl")
     monkeypatch.setitem(SERVERS, "VLLM_SERVER_DEV_MODE", "1")
     [flag] = re.findall(r"--kv-transfer-config '(\{.*?\})'\n", PAGE, re.DOTALL)
     asked, hit = prompt(1220, 300), full_blocks(300)
@@ -373,6 +375,20 @@ def test_the_http_server_takes_options_in_the_body(
             assert "kvs_" not in str(answer)
             answers.append(answer["choices"][0]["token_ids"])
         assert answers == answers[:1] * len(answers)
+        # The page's example.
+        _, lines = re.findall(r"```\n(curl .*?)```", PAGE, re.DOTALL)
+        for before, after in (
+            ("\\\n", ""),
+            ("localhost:8000", url.removeprefix("http://")),
+            ("MODEL", str(model)),
+            ('"Once upon a time"', f'{prompt(1230, 300)}, "detokenize": false'),
+            ("kvs_...", TOKENS["red"]),
+        ):
+            assert before in lines
+            lines = lines.replace(before, after)
+        before_bytes = used(operator, "red")
+        assert json.loads(shell(lines))["usage"]["prompt_tokens"] == 300
+        eventually(lambda: used(operator, "red") >= before_bytes + 9 * BLOCK_BYTES)
 
 
 # -- the clients of tenants
