@@ -20,8 +20,9 @@ class Group:
 
     `pages_per_key`: pages (vLLM's blocks) of a stored block. `block_tokens`: tokens of a stored block.
     `hashes_per_key`: vLLM's block hashes of a stored block. `window_blocks`: the blocks before a token that
-    its sliding window reaches. `chunk_tokens`: the tokens of an attention chunk. `state`: a block is the
-    state of recurrent layers at its end. None of these: full attention.
+    its sliding window reaches, and one more where vLLM drops the last block of a hit. `chunk_tokens`: the
+    tokens of an attention chunk. `state`: a block is the state of recurrent layers at its end. None of these:
+    full attention.
     """
 
     number: int
@@ -56,11 +57,15 @@ class Group:
         return [key + salt for key in hashes[self.hashes_per_key - 1 :: self.hashes_per_key]]
 
 
-def groups_of(kv_cache_config: Any, pages_per_key: int = 1) -> list[Group]:
-    """Returns the groups of an engine. `pages_per_key` is 1 if there are several groups or windows."""
+def groups_of(kv_cache_config: Any, pages_per_key: int = 1, drops: bool = False) -> list[Group]:
+    """Returns the groups of an engine. `pages_per_key` is 1 if there are several groups or windows.
+
+    `drops`: vLLM drops the last block of a hit, in the groups with a draft, or in all if none is marked.
+    """
     specs = [each.kv_cache_spec for each in kv_cache_config.kv_cache_groups]
     # vLLM sets it for engines with several block sizes only.
     hash_tokens = kv_cache_config.hash_block_size or specs[0].block_size
+    marked = any(group.is_eagle_group for group in kv_cache_config.kv_cache_groups)
     return [
         Group(
             number,
@@ -68,7 +73,7 @@ def groups_of(kv_cache_config: Any, pages_per_key: int = 1) -> list[Group]:
             group.kv_cache_spec.block_size * pages_per_key,
             pages_per_key,
             group.kv_cache_spec.block_size * pages_per_key // hash_tokens,
-            **_reach(group.kv_cache_spec),
+            **_reach(group.kv_cache_spec, drops and (group.is_eagle_group or not marked)),
         )
         for number, group in enumerate(kv_cache_config.kv_cache_groups)
     ]
@@ -79,11 +84,11 @@ def in_parts(groups: Sequence[Group]) -> bool:
     return len(groups) == 1 and groups[0].full
 
 
-def _reach(spec: Any) -> dict[str, Any]:
+def _reach(spec: Any, drops: bool) -> dict[str, Any]:
     if isinstance(spec, MambaSpec):
         return {"state": True}
     if isinstance(spec, SlidingWindowSpec):
-        return {"window_blocks": -(-(spec.sliding_window - 1) // spec.block_size)}
+        return {"window_blocks": -(-(spec.sliding_window - 1) // spec.block_size) + drops}
     if isinstance(spec, ChunkedLocalAttentionSpec):
         return {"chunk_tokens": spec.attention_chunk_size}
     return {}

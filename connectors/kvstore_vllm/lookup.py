@@ -21,14 +21,16 @@ LOOKUP_DEADLINE_S = 0.05
 class Lookup:
     """Asks for the blocks of prompts. Every lookup is a miss until the workers' layouts are known.
 
-    Answers are those of a scope, whose client is `client`.
+    `drops`: vLLM drops the last block of a hit. Answers are those of `scope`, whose client is `client`.
     """
 
-    def __init__(self, client: Client, groups: Sequence[Group], scope: Scope = OWN) -> None:
+    def __init__(
+        self, client: Client, groups: Sequence[Group], drops: bool = False, scope: Scope = OWN
+    ) -> None:
         self._client = client
         self._scope = scope
         self._groups = list(groups)
-        self._in_parts = in_parts(groups)
+        self._all_usable = in_parts(groups) and not drops
         self._layouts: list[list[Layout]] = []
         self._namespaces: list[list[Any]] = []
         self._finder: PrefixFinder
@@ -58,7 +60,7 @@ class Lookup:
         keys = [group.keys(request.block_hashes, salt) for group in self._groups]
         stored = self._stored(keys, first)
         most = request.num_tokens - 1
-        if self._in_parts:
+        if self._all_usable:
             [group] = self._groups
             usable = most // group.page_tokens * group.page_tokens
             return Found(min(len(stored[0]) * group.block_tokens, usable), stored)
@@ -114,8 +116,9 @@ class Lookup:
 class ScopeLookups:
     """The lookups of scopes other than the engine's own."""
 
-    def __init__(self, client: Client, groups: Sequence[Group]) -> None:
+    def __init__(self, client: Client, groups: Sequence[Group], drops: bool = False) -> None:
         self._groups = list(groups)
+        self._drops = drops
         self._tenants = Tenants(client, LOOKUP_DEADLINE_S, strict=True)
         self._layouts: list[list[Layout]] = []
         self._epoch = ""
@@ -153,7 +156,7 @@ class ScopeLookups:
         self._tenants.close()
 
     def _made(self, client: Client, scope: Scope) -> Lookup:
-        lookup = Lookup(client, self._groups, scope)
+        lookup = Lookup(client, self._groups, self._drops, scope)
         lookup.bind(self._coordinator)
         lookup.meet(self._layouts, self._epoch)
         return lookup

@@ -52,6 +52,7 @@ class SchedulerHalf:
     """Called by the scheduler between steps. `alignment`: prefixes end at multiples of it, in tokens.
 
     `whole_inputs`: images have bidirectional attention, so a prompt with images must be computed as a whole.
+    `drops`: vLLM drops the last block of a hit.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class SchedulerHalf:
         loads: bool,
         saves: bool,
         whole_inputs: bool = False,
+        drops: bool = False,
     ) -> None:
         self._client = client
         self._guard = guard
@@ -74,8 +76,8 @@ class SchedulerHalf:
         self._may_load = loads
         self._may_save = saves
         self._whole_inputs = whole_inputs
-        self._lookup = Lookup(client, groups)
-        self._scopes = ScopeLookups(client, groups)
+        self._lookup = Lookup(client, groups, drops)
+        self._scopes = ScopeLookups(client, groups, drops)
         self._options = OptionReader(logger)
         self._tracked: dict[str, Tracked] = {}
         self._matched: dict[str, Match] = {}

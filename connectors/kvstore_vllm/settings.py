@@ -13,7 +13,9 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheGroupRole,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
+    SparseCacheRole,
 )
 
 from kvstore.errors import ConfigError
@@ -27,20 +29,33 @@ SERVED_KINDS: dict[type, dict[str, Any]] = {
         "num_prefill_checkpoint_blocks": 0,
         "tp_replicated": False,
     },
+    MLAAttentionSpec: {
+        "non_causal": False,
+        "tokens_per_state": 1,
+        "cache_dtype_str": "auto",
+        "model_version": None,
+        "cache_role": SparseCacheRole.SPARSE,
+        "is_index_group_leader": False,
+        "non_causal_multi_token_decode": False,
+    },
     SlidingWindowSpec: {"extra_retained_tokens": 0, "tokens_per_state": 1},
 }
 """The served kinds of KV cache, and the served values of their options. Subclasses are not served."""
 SERVED_GROUPS = {
-    "is_eagle_group": False,
     "host_resident": False,
     "enable_kv_transfer": True,
     "role": KVCacheGroupRole.DEFAULT,
 }
-"""The served properties of a group of layers."""
-HINTS = {
-    "MLAAttentionSpec": "latent attention is not served; "
-    "VLLM_MLA_DISABLE=1 runs the model with full attention",
+"""The served properties of a group of layers. vLLM drops the last block of a hit if a group has a draft."""
+SERVED_DRAFTS: dict[str, dict[str, Any]] = {
+    "ngram": {},
+    "ngram_gpu": {},
+    "draft_model": {"parallel_drafting": False, "use_heterogeneous_vocab": False},
+    "eagle": {"parallel_drafting": False},
+    "eagle3": {"parallel_drafting": False},
+    "mtp": {"parallel_drafting": False},
 }
+"""The served methods of speculative decoding, and the served values of their options."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +150,51 @@ def check_engine(config: Any, kv_cache_config: Any, settings: ConnectorSettings)
             "calculate_kv_scales is on: another run would scale the same KV otherwise",
             "take the scales from the checkpoint",
         )
+    if config.speculative_config is not None:
+        _check_draft(config, kv_cache_config.kv_cache_groups, settings)
+
+
+def _check_draft(config: Any, groups: Sequence[Any], settings: ConnectorSettings) -> None:
+    """Raises ConfigError for speculative decoding whose KV is not tested to be restored exactly."""
     speculative = config.speculative_config
-    if speculative is not None and not speculative.use_ngram():
+    what = f"speculative decoding by {speculative.method!r}"
+    if speculative.method not in SERVED_DRAFTS:
+        raise ConfigError(f"{what} is not served", f"{', '.join(SERVED_DRAFTS)} are")
+    if not speculative.uses_draft_kv_cache():
+        return
+    for name, served in SERVED_DRAFTS[speculative.method].items():
+        if (value := getattr(speculative, name, served)) != served:
+            raise ConfigError(f"{what} has {name} {value!r}", f"only {served!r} is served")
+    if speculative.use_multi_module_mtp():
         raise ConfigError(
-            f"speculative decoding by {speculative.method!r} keeps a draft's KV beside the model's",
-            "only n-gram drafting is served",
+            f"{what} has several layers that draft", "only one is served: set num_speculative_tokens to 1"
         )
+    size = config.parallel_config.tensor_parallel_size
+    if speculative.draft_parallel_config.tensor_parallel_size != size:
+        raise ConfigError(
+            f"{what}: the draft has another tensor parallelism than the model",
+            f"set draft_tensor_parallel_size to {size}",
+        )
+    if settings.load == "sync":
+        raise ConfigError(f"load is 'sync' with {what}", "use async loads")
+    if settings.block_tokens:
+        raise ConfigError(
+            f"block_tokens is {settings.block_tokens} with {what}",
+            "leave out block_tokens: blocks are as large as vLLM's",
+        )
+    for group in groups:
+        if isinstance(group.kv_cache_spec, (ChunkedLocalAttentionSpec, MambaSpec)):
+            kind = type(group.kv_cache_spec).__name__
+            raise ConfigError(
+                f"{what}, and the model's KV cache has a group of kind {kind}",
+                "drafts are served with full attention and sliding windows",
+            )
+
+
+def drops_last_block(config: Any) -> bool:
+    """Returns whether vLLM drops the last block of a hit: the draft needs the model's output there."""
+    speculative = config.speculative_config
+    return speculative is not None and bool(speculative.use_eagle_block_drop())
 
 
 def _check_sync(config: Any) -> None:
@@ -187,8 +241,9 @@ def _check_group(group: Any) -> None:
     options = SERVED_KINDS.get(type(spec))
     if options is None:
         served = ", ".join(each.__name__ for each in SERVED_KINDS)
-        hint = HINTS.get(kind, f"{served} are served: leave out the connector")
-        raise ConfigError(f"the model's KV cache is of kind {kind}", hint)
+        raise ConfigError(
+            f"the model's KV cache is of kind {kind}", f"{served} are served: leave out the connector"
+        )
     for of, name, served in [(spec, *each) for each in options.items()] + [
         (group, *each) for each in SERVED_GROUPS.items()
     ]:

@@ -66,6 +66,7 @@ class WorkerHalf:
     """Called by the worker around its forward pass. Only synchronous loads block it.
 
     `in_parts`: a request can be resumed behind a part of its load, so lost pages are reported one by one.
+    `saves`: False if another worker has the same KV and saves it.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class WorkerHalf:
         num_blocks: int,
         asynchronous: bool = True,
         in_parts: bool = True,
+        saves: bool = True,
     ) -> None:
         self._client = client
         self._tenants = Tenants(client, client.deadline_s)
@@ -83,6 +85,7 @@ class WorkerHalf:
         self._groups = list(groups)
         self._asynchronous = asynchronous
         self._in_parts = in_parts
+        self._saves = saves
         self._num_blocks = num_blocks
         self._epoch = ""
         self._number = 0
@@ -135,7 +138,7 @@ class WorkerHalf:
     def save(self, step: Step) -> None:
         """Starts the saves and hints of the step."""
         ends = time.monotonic() + self._client.deadline_s
-        for save in step.saves:
+        for save in step.saves if self._saves else ():
             saving = _Transfer(save.request_id, step.epoch, step.number, save.scope)
             with self._changed:
                 if len(self._saving) >= _SAVES:
@@ -143,7 +146,7 @@ class WorkerHalf:
                     continue
                 self._saving.add(saving)
             self._saver.submit(self._save, saving, save, ends)
-        for hint in step.hints:
+        for hint in step.hints if self._saves else ():
             hinting = _Transfer(hint.request_id, step.epoch, step.number, hint.scope)
             with self._changed:
                 if len(self._saving) >= _SAVES:

@@ -152,6 +152,21 @@ class Served:
         [metric] = [m for m in self.llm.get_metrics() if m.name == "vllm:num_preemptions"]
         return metric.value
 
+    def accepted(self) -> int:
+        """How many tokens of drafts were accepted so far."""
+        [metric] = [m for m in self.llm.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens"]
+        return metric.value
+
+    def drafts(self, group: int) -> list[bool]:
+        """Which layers of a group are a draft's, in the order of a stored block."""
+        layers = sorted(self.worker._groups[group].layers)
+        target = self.core.vllm_config.model_config.hf_config.get_text_config().num_hidden_layers
+        numbers = [int(name.split(".layers.")[1].split(".")[0]) for name in layers]
+        return [
+            name.startswith("draft_model.") or number >= target
+            for name, number in zip(layers, numbers, strict=True)
+        ]
+
     def failures(self) -> dict[str, int]:
         """Failed hooks, of both halves."""
         if not has_kv_transfer_group():
@@ -161,6 +176,10 @@ class Served:
     def layout(self, group: int = 0) -> dict[str, Any]:
         """What the connector's blocks of a group look like."""
         return self.worker._worker.layouts[group].to_map()
+
+    def page_digests(self) -> list[list[str]]:
+        """For each worker, see `PageDigests`, which must be the engine's `worker_extension_cls`."""
+        return self.llm.collective_rpc("page_digests")
 
     def num_blocks(self) -> int:
         """The number of KV blocks of the engine."""

@@ -350,7 +350,7 @@ def emptied(url: str) -> bool:
 
 
 def test_the_http_server_takes_options_in_the_body(
-    model: Path, own: TenantDaemon, operator: Client, monkeypatch: pytest.MonkeyPatch
+    model: Path, own: TenantDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     need("curl")
     monkeypatch.setitem(SERVERS, "VLLM_SERVER_DEV_MODE", "1")
@@ -378,7 +378,6 @@ def test_the_http_server_takes_options_in_the_body(
         # The page's example.
         _, lines = re.findall(r"```\n(curl .*?)```", PAGE, re.DOTALL)
         for before, after in (
-            ("\\\n", ""),
             ("localhost:8000", url.removeprefix("http://")),
             ("MODEL", str(model)),
             ('"Once upon a time"', f'{prompt(1230, 300)}, "detokenize": false'),
@@ -386,9 +385,10 @@ def test_the_http_server_takes_options_in_the_body(
         ):
             assert before in lines
             lines = lines.replace(before, after)
-        before_bytes = used(operator, "red")
         assert json.loads(shell(lines))["usage"]["prompt_tokens"] == 300
-        eventually(lambda: used(operator, "red") >= before_bytes + 9 * BLOCK_BYTES)
+        eventually(lambda: emptied(url), 30.0)
+        answer = complete(url, model, prompt(1230, 300), kv_transfer_params=of("red"))
+        assert cached_tokens(answer) == hit
 
 
 # -- the clients of tenants
