@@ -325,6 +325,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         with self._guard("shutdown"):
             if self._worker:
                 self._worker.close()
+            if self._scheduler:
+                self._scheduler.close()
             self._client.close()
 
     def _half(self) -> SchedulerHalf:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from kvstore import Client, Layout
+from kvstore.errors import DeniedError, UnavailableError
 from kvstore_vllm.groups import Found, Group, PrefixFinder, in_parts
-from kvstore_vllm.identity import in_epoch
-from kvstore_vllm.metrics import UNANSWERED, reason_of
+from kvstore_vllm.options import OWN, Scope
+from kvstore_vllm.tenants import Tenants, namespace
 
 LOOKUP_DEADLINE_S = 0.05
 """The deadline of a lookup, in seconds: the scheduler, and so every request, waits for it."""
@@ -20,11 +20,14 @@ LOOKUP_DEADLINE_S = 0.05
 class Lookup:
     """Asks for the blocks of prompts. Every lookup is a miss until the workers' layouts are known.
 
-    `drops`: vLLM drops the last block of a hit.
+    `drops`: vLLM drops the last block of a hit. Answers are those of `scope`, whose client is `client`.
     """
 
-    def __init__(self, client: Client, groups: Sequence[Group], drops: bool = False) -> None:
+    def __init__(
+        self, client: Client, groups: Sequence[Group], drops: bool = False, scope: Scope = OWN
+    ) -> None:
         self._client = client
+        self._scope = scope
         self._groups = list(groups)
         self._full = [group for group in groups if group.full]
         self._others = [group for group in groups if not group.full]
@@ -41,7 +44,8 @@ class Lookup:
     def open(self, epoch: str) -> None:
         """Asks from now on for blocks since the reset named `epoch`."""
         self._namespaces = [
-            [self._client.namespace(in_epoch(layout, epoch)) for layout in shard] for shard in self._layouts
+            [namespace(self._client, self._scope, epoch, layout) for layout in shard]
+            for shard in self._layouts
         ]
 
     def bind(self, coordinator: Any) -> None:
@@ -53,37 +57,29 @@ class Lookup:
         return bool(self._layouts)
 
     def find(self, request: Any, salt: bytes, first: bool) -> Found:
-        """Returns which blocks of a prompt all workers can load. `first`: counts the prompt."""
-        keys = [group.keys(request.block_hashes, salt) for group in self._groups]
-        stored = [set[int]() for _ in self._groups]
-        why = self._ask(keys, first, stored)
+        """Returns which blocks of a prompt all workers can load. `first`: counts the prompt.
+
+        Raises UNANSWERED if the daemon is away, late or refuses.
+        """
+        stored = self._stored([group.keys(request.block_hashes, salt) for group in self._groups], first)
         most = request.num_tokens - 1
         if self._all_usable:
             [group] = self._groups
             usable = most // group.page_tokens * group.page_tokens
-            return Found(min(len(stored[0]) * group.block_tokens, usable), stored, why=why)
-        return replace(self._finder.find(self._groups, request.block_hashes, stored, most), why=why)
+            return Found(min(len(stored[0]) * group.block_tokens, usable), stored)
+        return self._finder.find(self._groups, request.block_hashes, stored, most)
 
-    def _ask(self, keys: list[list[bytes]], first: bool, stored: list[set[int]]) -> str:
-        """Fills `stored` with the indices of stored blocks by group.
-
-        Returns why the daemon has not answered all of it; an empty string if it has.
-        """
-        try:
-            self._fill(keys, first, stored)
-        except UNANSWERED as error:
-            return reason_of(error)
-        return ""
-
-    def _fill(self, keys: list[list[bytes]], first: bool, stored: list[set[int]]) -> None:
-        """Fills `stored`: the blocks of full attention bound the others. Raises UNANSWERED."""
+    def _stored(self, keys: list[list[bytes]], first: bool) -> list[set[int]]:
+        """Returns the indices of stored blocks by group: those of full attention bound the others."""
         counts, masks = self._answers(keys, first)
+        stored = [set[int]() for _ in self._groups]
         tokens = max((len(keys[group.number]) * group.block_tokens for group in self._groups), default=0)
         for group, count in zip(self._full, counts, strict=True):
             tokens = min(tokens, count * group.block_tokens)
             stored[group.number] = set(range(tokens // group.block_tokens))
         for group, mask in zip(self._others, masks, strict=True):
             stored[group.number] = set(np.flatnonzero(mask[: tokens // group.block_tokens]).tolist())
+        return stored
 
     def _answers(self, keys: list[list[bytes]], first: bool) -> tuple[list[int], list[Any]]:
         """Returns what every worker can load: the leading blocks of groups of full attention, and which
@@ -111,3 +107,51 @@ class Lookup:
             [min(counts[i::full]) for i in range(full)],
             [np.logical_and.reduce(masks[i::others]) for i in range(others)],
         )
+
+
+class ScopeLookups:
+    """The lookups of scopes other than the engine's own."""
+
+    def __init__(self, client: Client, groups: Sequence[Group], drops: bool = False) -> None:
+        self._groups = list(groups)
+        self._drops = drops
+        self._tenants = Tenants(client, LOOKUP_DEADLINE_S, tries=True)
+        self._layouts: list[list[Layout]] = []
+        self._epoch = ""
+        self._coordinator: Any = None
+
+    def meet(self, layouts: list[list[Layout]]) -> None:
+        """Takes the block layouts of each worker, by group."""
+        self._layouts = layouts
+
+    def open(self, epoch: str) -> None:
+        """Asks from now on for blocks since the reset named `epoch`."""
+        self._epoch = epoch
+
+    def bind(self, coordinator: Any) -> None:
+        """Takes vLLM's coordinator of block tables."""
+        self._coordinator = coordinator
+
+    def find(self, scope: Scope, request: Any, salt: bytes, first: bool) -> Found:
+        """Returns which blocks of a scope all workers can load, see `Lookup.find`.
+
+        Raises RefusedError for a token that the daemon refuses, and UNANSWERED.
+        """
+        if not self._layouts:
+            return Found(0, [set() for _ in self._groups])
+        try:
+            lookup = self._tenants.opened(scope, self._epoch, None, lambda client: self._made(client, scope))
+            return lookup.find(request, salt, first)
+        except (UnavailableError, DeniedError) as error:
+            self._tenants.check(scope, error)
+            raise
+
+    def close(self) -> None:
+        """Closes the clients of tenants."""
+        self._tenants.close()
+
+    def _made(self, client: Client, scope: Scope) -> Lookup:
+        lookup = Lookup(client, self._groups, self._drops, scope)
+        lookup.bind(self._coordinator)
+        lookup.meet(self._layouts, self._epoch)
+        return lookup

@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvstore import Layout
+from kvstore_vllm.options import OWN, Advice, Scope
 
 
 @dataclass(slots=True)
@@ -34,6 +35,7 @@ class Load:
     request_id: str
     parts: list[Part]
     waits: bool = False
+    scope: Scope = OWN
 
 
 @dataclass(slots=True)
@@ -50,6 +52,18 @@ class Save:
     parent: bytes | None
     block_ids: list[int]
     tokens: list[int] | None = None
+    scope: Scope = OWN
+
+
+@dataclass(slots=True)
+class Hint:
+    """Tells the store what will become of a request's stored blocks `keys` of a group."""
+
+    request_id: str
+    group: int
+    keys: list[bytes]
+    advice: Advice
+    scope: Scope = OWN
 
 
 @dataclass
@@ -57,7 +71,7 @@ class Step(KVConnectorMetadata):
     """The transfers of one step.
 
     `epoch`: names the weights since the last reset; empty before the first. `number`: counts the steps with
-    loads or saves. `idle`: the step computes nothing. `met`: the workers' layouts are known.
+    loads, saves or hints. `idle`: the step computes nothing. `met`: the workers' layouts are known.
     """
 
     epoch: str = ""
@@ -66,6 +80,7 @@ class Step(KVConnectorMetadata):
     met: bool = False
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
+    hints: list[Hint] = field(default_factory=list)
 
 
 @dataclass

@@ -10,13 +10,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvstore import Client, ExceptionBarrier, Layout
+from kvstore import Client, ExceptionBarrier, Layout, Namespace
 from kvstore_vllm.identity import in_epoch
-from kvstore_vllm.messages import Load, Part, Save, Step
+from kvstore_vllm.messages import Hint, Load, Part, Save, Step
 from kvstore_vllm.metrics import (
     CANCELLED,
     DAMAGED,
@@ -30,7 +30,9 @@ from kvstore_vllm.metrics import (
     Recorder,
     reason_of,
 )
+from kvstore_vllm.options import OWN, Scope
 from kvstore_vllm.pages import Pages
+from kvstore_vllm.tenants import Tenants
 
 _LOADERS = 4
 """Concurrent loads. A load from NVMe mostly waits."""
@@ -52,12 +54,13 @@ NULL_BLOCK = 0
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    """A load or save of step `number`, ordered at `began` (perf_counter). `copying`: a copy is running."""
+    """A load, save or hint of step `number`, ordered at `began` (perf_counter). `copying`: a copy runs."""
 
     request_id: str
     epoch: str
     number: int
     began: float
+    scope: Scope = OWN
     revoked: bool = False
     copying: bool = False
 
@@ -94,6 +97,7 @@ class WorkerHalf:
         saves: bool = True,
     ) -> None:
         self._client = client
+        self._tenants = Tenants(client, client.deadline_s)
         self._guard = guard
         self._groups = list(groups)
         self._asynchronous = asynchronous
@@ -142,7 +146,7 @@ class WorkerHalf:
         self._idle = step.idle
         ends = time.monotonic() + self._client.deadline_s
         for load in step.loads:
-            loading = _Transfer(load.request_id, step.epoch, step.number, time.perf_counter())
+            loading = _Transfer(load.request_id, step.epoch, step.number, time.perf_counter(), load.scope)
             with self._changed:
                 self._loading.add(loading)
             if not self._asynchronous:
@@ -153,10 +157,10 @@ class WorkerHalf:
                 self._loaders.submit(self._load, loading, replace(load, waits=False), ends)
 
     def save(self, step: Step) -> None:
-        """Starts the saves of the step."""
+        """Starts the saves and hints of the step."""
         ends = time.monotonic() + self._client.deadline_s
         for save in step.saves if self._saves else ():
-            saving = _Transfer(save.request_id, step.epoch, step.number, time.perf_counter())
+            saving = _Transfer(save.request_id, step.epoch, step.number, time.perf_counter(), save.scope)
             with self._changed:
                 dropped = len(self._saving) >= _SAVES
                 if not dropped:
@@ -165,6 +169,17 @@ class WorkerHalf:
                 self._record_save(save, Outcome(why=DROPPED))
                 continue
             self._saver.submit(self._save, saving, save, ends)
+        for hint in step.hints if self._saves else ():
+            hinting = _Transfer(hint.request_id, step.epoch, step.number, time.perf_counter(), hint.scope)
+            with self._changed:
+                dropped = len(self._saving) >= _SAVES
+                if not dropped:
+                    self._saving.add(hinting)
+            if dropped:
+                self._recorder.add(1, "request_problems", "dropped_hints")
+                continue
+            # Behind the saves of its request.
+            self._saver.submit(self._hint, hinting, hint)
 
     def ended(self) -> tuple[set[str], set[str]]:
         """Returns the requests with finished loads, and those of them that must start again; each once."""
@@ -195,6 +210,7 @@ class WorkerHalf:
         self._loaders.shutdown()
         self._waiters.shutdown()
         self._saver.shutdown()
+        self._tenants.close()
 
     # -- within
 
@@ -237,6 +253,8 @@ class WorkerHalf:
         with self._changed:
             if transfer.revoked or transfer.epoch != self._epoch:
                 return None
+            if transfer.scope != OWN:
+                return self._tenants.namespace(transfer.scope, self._epoch, group.layout)
             if group.namespace is None:
                 group.namespace = self._client.namespace(in_epoch(group.layout, self._epoch))
             return group.namespace
@@ -353,6 +371,18 @@ class WorkerHalf:
                 break  # its children would be denied too
             parent = None if group.layout.independent else keys[-1]
 
+    def _hint(self, hinting: _Transfer, hint: Hint) -> None:
+        pinned = 0
+        try:
+            with self._guard("hint"), suppress(*UNANSWERED):
+                namespace = self._open(hinting, self._groups[hint.group], ())
+                pinned = _tell(namespace, hint) if namespace is not None else 0
+        finally:
+            self._recorder.add(pinned, "pinned_blocks")
+            with self._changed:
+                self._saving.discard(hinting)
+                self._changed.notify_all()
+
 
 @contextmanager
 def _explained(outcome: Outcome) -> Iterator[None]:
@@ -369,6 +399,23 @@ def _left_s(ends: float) -> float:
     if left_s <= 0:
         raise TimeoutError("the deadline of the transfer has passed")
     return left_s
+
+
+def _tell(namespace: Namespace, hint: Hint) -> int:
+    """Tells the store a hint; returns how many blocks are pinned."""
+    advice, pinned = hint.advice, 0
+    if advice.unpin:
+        namespace.unpin(hint.keys)
+    if advice.pin_s:
+        pinned = namespace.pin(hint.keys, advice.pin_s)
+    if advice.hints:
+        namespace.hint(
+            hint.keys,
+            next_use_s=advice.next_use_s,
+            closed=advice.closed,
+            priority=advice.priority or 0,
+        )
+    return pinned
 
 
 def _threads(count: int, name: str) -> ThreadPoolExecutor:

@@ -209,7 +209,7 @@ def test_what_is_loaded_by_the_parameters_of_a_request(
     request = FakeRequest("r", keys, kv_transfer_params=params)
     assert made.matched(request, computed) == loaded * BLOCK_TOKENS
     bad = not isinstance(params, dict | None) or isinstance((params or {}).get("remote_num_tokens"), float)
-    assert made.counts().get("bad_parameters", 0) == bad
+    assert made.counts().get("request_problems:bad_parameters", 0) == bad
 
 
 def test_only_asynchronous_loads_wait(client: Client, layout: Layout) -> None:
