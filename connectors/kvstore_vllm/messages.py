@@ -43,7 +43,8 @@ class Save:
     """Saves the pages `block_ids` of a request's group, the same number under each of `keys`.
 
     `parent`: the key before them; None: they need no block before them. `tokens`: the token ids of these
-    blocks; None if tokens do not identify a block.
+    blocks; None if tokens do not identify a block. `chain`: the key of the last block of full attention of
+    their prefix, without which they are of no use; None: there is none.
     """
 
     request_id: str
@@ -53,6 +54,7 @@ class Save:
     block_ids: list[int]
     tokens: list[int] | None = None
     scope: Scope = OWN
+    chain: bytes | None = None
 
 
 @dataclass(slots=True)

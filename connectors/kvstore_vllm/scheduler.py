@@ -401,12 +401,14 @@ class SchedulerHalf:
             stop = confirmed // group.block_tokens
             if group.full and stop > tracked.stored[group.number]:
                 self._save_run(orders, tracked, group, keys[group.number], stop, block_ids[group.number])
+        full = next((group for group in self._groups if group.full), None)
         for tail in self._tails.take(tracked, confirmed, ended):
             number = tail.group.number
+            chain = keys[full.number][tail.end // full.block_tokens - 1] if full else None
             some = keys[number][tail.first : tail.end // tail.group.block_tokens]
             ids = [block.block_id for block in tail.blocks]
             orders.saves.append(
-                Save(request.request_id, number, some, None, ids, scope=tracked.options.scope)
+                Save(request.request_id, number, some, None, ids, scope=tracked.options.scope, chain=chain)
             )
 
     def _save_run(

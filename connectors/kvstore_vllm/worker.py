@@ -100,6 +100,7 @@ class WorkerHalf:
         self._tenants = Tenants(client, client.deadline_s)
         self._guard = guard
         self._groups = list(groups)
+        self._full = next((group for group in groups if not group.layout.independent), groups[0])
         self._asynchronous = asynchronous
         self._in_parts = in_parts
         self._saves = saves
@@ -346,16 +347,18 @@ class WorkerHalf:
         """Stores the leading blocks of a save. Raises UNANSWERED."""
         group, parent = self._groups[save.group], save.parent
         namespace, per_key = self._open(saving, group, save.block_ids), group.per_key
-        if namespace is None:
+        chains = self._open(saving, self._full, ())
+        if namespace is None or chains is None:
             outcome.why = CANCELLED
             return
+        chain = None if save.chain is None else (chains, save.chain)
         for start in range(0, len(save.keys), _SAVE_BLOCKS):
             keys = save.keys[start : start + _SAVE_BLOCKS]
             left_s = _left_s(ends)
             tokens, size = save.tokens, group.layout.block_tokens
             if tokens is not None:
                 tokens = tokens[start * size : (start + len(keys)) * size]
-            with namespace.reserve(keys, parent, left_s, group.pages.device, tokens) as reservation:
+            with namespace.reserve(keys, parent, left_s, group.pages.device, tokens, chain) as reservation:
                 for slot, at in enumerate(reservation.wanted):
                     first = (start + at) * per_key
                     with self._copying(saving) as allowed:
