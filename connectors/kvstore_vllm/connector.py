@@ -288,9 +288,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Returns the progress of transfers, and the block layouts of this worker until they are known."""
         if self._worker is None:
             return None
-        told = None if self._met else self.get_handshake_metadata()
-        rank = self._vllm_config.parallel_config.rank
-        return Progress(self._moved, {rank: told} if isinstance(told, Handshake) else {})
+        progress = Progress(self._moved)
+        if not self._met and isinstance(told := self.get_handshake_metadata(), Handshake):
+            progress.told[self._vllm_config.parallel_config.rank] = told
+        return progress
 
     # -- in both
 

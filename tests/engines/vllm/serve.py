@@ -98,7 +98,7 @@ class Served:
 
     def empty_cpu_tier(self) -> None:
         """Empties vLLM's CPU tier alone, as evictions would: what is loaded comes from the tier below it."""
-        self._until_idle()
+        self.idle()
         self.offloading.primary_tier.reset_cache()
 
     def tier_counts(self) -> dict[str, int]:
@@ -185,7 +185,7 @@ class Served:
         sampling = SamplingParams(max_tokens=1, detokenize=False)
         hints = KvHintsEnvelope("1.0", "message", [KvHintAction("action", *each) for each in actions])
         self.llm.llm_engine.add_request("hinted", {"prompt_token_ids": prompt}, sampling, kv_hints=hints)
-        self._until_idle()
+        self.idle()
 
     def reset(self, connector: bool = False) -> bool:
         """Empties the engine's own prefix cache."""

@@ -354,7 +354,7 @@ def test_the_http_server_takes_options_in_the_body(
 ) -> None:
     need("curl")
     monkeypatch.setitem(SERVERS, "VLLM_SERVER_DEV_MODE", "1")
-    [flag] = re.findall(r"--kv-transfer-config '(\{.*?\})'\n", PAGE, re.DOTALL)
+    flag, *_ = re.findall(r"--kv-transfer-config '(\{.*?\})'\n", PAGE, re.DOTALL)
     asked, hit = prompt(1220, 300), full_blocks(300)
     with server(model, flag.replace("unix:///run/kvstore/kvstore.sock", own.url)) as url:
         answers = []
@@ -434,7 +434,9 @@ def test_a_refused_token_is_not_tried_again_at_once(
 ) -> None:
     clock, tried = Clock(), list[str]()
     made = Tenants(operator, 1.0, tries=True, clock=clock)
-    monkeypatch.setattr("kvstore_vllm.tenants.Client", lambda *args: tried.append(args[1]) or Client(*args))
+    monkeypatch.setattr(
+        "kvstore_vllm.tenants.Client", lambda *args, **more: tried.append(args[1]) or Client(*args, **more)
+    )
     good = opened(made, TOKENS["red"])
     for _ in range(5):
         with pytest.raises(RefusedError, match="known by neither token"):
