@@ -281,7 +281,7 @@ class Served:
     def counts(self) -> dict[str, int]:
         """Blocks by what became of them, and what else the connector counts, since the engine was made."""
         self.worker._worker.counts()
-        self.core.scheduler.connector._scheduler.counts()
+        self.scheduling._scheduler.counts()
         return {"saved": 0, **self._counted}
 
     def connected(self) -> bool:
@@ -295,7 +295,7 @@ class Served:
 
     def deadline(self, deadline_s: float) -> None:
         """Changes the deadline of transfers."""
-        for connector in (self.core.scheduler.connector, self.worker):
+        for connector in (self.scheduling, self.worker):
             connector._client.deadline_s = deadline_s
 
     def sabotage(self, place: str, times: int = sys.maxsize) -> None:
@@ -333,7 +333,7 @@ class Served:
     def _keep_counts(self) -> None:
         """vLLM's own log of them says less than a test wants to know."""
         self._counted = Counter[str]()
-        for half in (self.worker._worker, self.core.scheduler.connector._scheduler):
+        for half in (self.worker._worker, self.scheduling._scheduler):
             half.counts = self._counting(half.counts)
 
     def _counting(self, take: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
