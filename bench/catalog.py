@@ -114,8 +114,7 @@ BENCHES = {
     ),
     "vllm-miss": Entry(
         "vllm_miss:run",
-        _named("vllm-miss", "gqa/2-threads", "gqa/1-thread", "mha/2-threads")
-        + _named("vllm-miss", "windows/2-threads", "latent/2-threads", "recurrent/2-threads"),
+        _named("vllm-miss", "gqa", "mha", "windows", "latent", "recurrent"),
         needs=_VLLM,
     ),
     "vllm-ttft": Entry(
