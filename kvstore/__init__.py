@@ -3,6 +3,7 @@
 from kvstore import errors
 from kvstore.client.aio import AsyncClient, AsyncNamespace
 from kvstore.client.barrier import ExceptionBarrier
+from kvstore.client.estimates import StoredPrefix
 from kvstore.client.gpu import DeviceLease, DeviceReservation
 from kvstore.client.leases import Lease, PutResult, Reservation
 from kvstore.client.sync import Client, Namespace
@@ -32,6 +33,7 @@ __all__ = [
     "Namespace",
     "PutResult",
     "Reservation",
+    "StoredPrefix",
     "Tier",
     "chain_keys",
     "errors",

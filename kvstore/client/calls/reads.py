@@ -20,7 +20,15 @@ from kvstore.client.calls.scope import (
     open_namespace,
     value_of,
 )
-from kvstore.client.checks import check_device, check_out, check_speed, recompute_s, with_wait
+from kvstore.client.checks import (
+    check_device,
+    check_estimate,
+    check_out,
+    check_speed,
+    recompute_s,
+    with_wait,
+)
+from kvstore.client.estimates import UNKNOWN, Estimate, StoredPrefix
 from kvstore.client.gpu import DeviceLease
 from kvstore.client.leases import Buffer, Lease, Slots
 from kvstore.client.prompts import PromptRequests
@@ -31,6 +39,8 @@ from kvstore.wire import messages as m
 
 SAMPLE_FROM = 512
 """A lookup of at least this number of keys sends a sample of them first."""
+ESTIMATES_SINCE = 11
+"""The version of the wire that introduced the load time and the blocks that the caller has."""
 
 
 class ReadCalls(Scoped):
@@ -60,6 +70,33 @@ class ReadCalls(Scoped):
         check_keys(keys if len(keys) < SAMPLE_FROM or self.layout.independent else keys[:1])
         block_s = self._recompute_s(recompute_tokens_per_s)
         return Call(lambda exchange: lookup(exchange, self._scope, keys, block_s, prompt), deadline_s, int)
+
+    @call
+    def worth_loading(
+        self,
+        keys: Sequence[Key],
+        recompute_s: float,
+        load_s: float,
+        have: int = 0,
+        deadline_s: float | None = None,
+        prompt: int | None = None,
+    ) -> Call[StoredPrefix]:
+        """Returns how many leading keys are stored, and how many of them to load to save the most time.
+
+        For engines that know their own speed: `recompute_s` is the time (s) to compute one block, more than
+        0. The daemon estimates the load time from the bandwidth and the queue of each device. Blocks that
+        would load later than in `load_s` seconds do not count. The caller has the first `have` blocks: they
+        are not loaded. Of 512 keys or more, a sample is asked; the end is then off by up to the square root
+        of their number. A daemon that speaks version 10 of the wire or older answers as `lookup` without a
+        speed. `prompt`: see lookup.
+        """
+        estimate = check_estimate(recompute_s, load_s, have)
+        check_keys(keys if len(keys) < SAMPLE_FROM or self.layout.independent else keys[:1])
+
+        def flow(exchange: Exchange) -> Flow[StoredPrefix]:
+            return find_prefix(exchange, self._scope, keys, estimate, prompt)
+
+        return Call(flow, deadline_s, StoredPrefix)
 
     @call
     def contains(self, keys: Sequence[Key], deadline_s: float | None = None) -> Call[npt.NDArray[np.bool_]]:
@@ -141,44 +178,59 @@ class ReadCalls(Scoped):
 def lookup(
     exchange: Exchange, scope: Scope, keys: Sequence[Key], recompute_s: float = 0.0, prompt: int | None = None
 ) -> Flow[int]:
-    """Returns the length of the stored prefix; with `recompute_s`, of the part that is worth loading.
+    """Returns the length of the stored prefix; with `recompute_s`, of the part that is worth loading."""
+    found = yield from find_prefix(exchange, scope, keys, Estimate(recompute_s), prompt)
+    return found.worth_loading
+
+
+def find_prefix(
+    exchange: Exchange, scope: Scope, keys: Sequence[Key], estimate: Estimate, prompt: int | None = None
+) -> Flow[StoredPrefix]:
+    """Returns the length of the stored prefix, and of its part that is worth loading.
 
     The parent of a stored block is stored. So a lookup of a long prompt first sends every k-th key, then the
     keys between the last one found and the next: two short requests instead of a long one. It sends all keys
-    if parents are missing, if the load time matters, or if the blocks are independent.
+    if parents are missing, if the blocks are independent, or for an exact estimate.
     """
     namespace, _ = yield from open_namespace(exchange, scope)
     requests = scope.prompts.of_lookup(scope.name, keys, prompt)
+    if estimate.load_s and exchange.protocol.version < ESTIMATES_SINCE:
+        estimate = UNKNOWN
 
-    def message(some: Sequence[Key], known: int, step: int = 1) -> m.Lookup:
+    def message(at: int, some: Sequence[Key], known: int, guess: Estimate, step: int = 1) -> m.Lookup:
         joined, size = check_keys(some)
-        left_s, new_blocks = exchange.left_s(), requests.new_blocks
-        return m.Lookup(0, namespace, size, joined, left_s, recompute_s, "", new_blocks, known, step)
+        have = max(0, guess.have - at) // step
+        return m.Lookup(
+            *(0, namespace, size, joined, exchange.left_s(), guess.recompute_s, ""),
+            *(requests.new_blocks, known, step, guess.load_s, have),
+        )
 
-    def found_of(at: int, some: Sequence[Key]) -> Flow[int]:
-        answer = yield message(some, requests.known(at))
+    def found_of(at: int, some: Sequence[Key], guess: Estimate) -> Flow[StoredPrefix]:
+        answer = yield message(at, some, requests.known(at), guess)
         _note(requests, at, answer)
-        return value_of(answer)
+        return _found(answer)
 
     if not keys and requests.new_blocks:
-        return (yield from found_of(0, keys))
+        return (yield from found_of(0, keys, estimate))
     batch = exchange.protocol.batch_keys
     step = 0 if scope.layout.independent else int(len(keys) ** 0.5)
-    if step and len(keys) >= SAMPLE_FROM and step + 2 < batch and not recompute_s:
-        answer = yield message(keys[step - 1 :: step], -(-requests.known() // step), step)
-        start = value_of(answer) * step
-        requests.note_answer(0, 0 if answer.gaps else start)
+    if step and len(keys) >= SAMPLE_FROM and step + 2 < batch and not estimate.exact:
+        known = -(-requests.known() // step)
+        answer = yield message(0, keys[step - 1 :: step], known, estimate, step)
+        found = _found(answer).times(step)
+        requests.note_answer(0, 0 if answer.gaps else found.blocks)
         if not answer.gaps:
-            rest = keys[start : start + step - 1]
-            return start + ((yield from found_of(start, rest)) if rest else 0)
-    total = 0
+            rest = keys[found.blocks : found.blocks + step - 1]
+            guess = UNKNOWN if found.is_cut else estimate
+            return found.then((yield from found_of(found.blocks, rest, guess))) if rest else found
+    found = StoredPrefix()
     for at in range(0, len(keys), batch):
         some = keys[at : at + batch]
-        found = yield from found_of(at, some)
-        total += found
-        if found < len(some):
+        more = yield from found_of(at, some, UNKNOWN if found.is_cut else estimate)
+        found = found.then(more)
+        if more.blocks < len(some):
             break
-    return total
+    return found
 
 
 def acquire(
@@ -298,6 +350,12 @@ def get(
     requests.note_delivery(at, 0)
     scope.prompts.end_acquire(requests)
     return at
+
+
+def _found(answer: Any) -> StoredPrefix:
+    """Returns what an answer to a lookup says. Raises DeniedError if the daemon refuses."""
+    worth = value_of(answer)
+    return StoredPrefix(max(worth, answer.stored), worth)
 
 
 def _note(requests: PromptRequests, at: int, answer: Any) -> None:

@@ -108,9 +108,13 @@ class Reads:
             stored = Stored(spread(self._sampled(event, found), found))
         else:
             rows, at = self._readable(event, namespace), self._leases.tier_for(event, namespace, event.tenant)
-            found = self._transfers.worth(
-                namespace, rows, event.tenant, event.deadline, event.recompute_s, at
-            )
+            found = len(rows)
+            # A sample of the keys does not count if blocks may be missing between them.
+            if event.step == 1 or not gaps:
+                found = self._transfers.worth(
+                    *(namespace, rows, event.tenant, event.deadline, event.recompute_s, at),
+                    *(event.step, event.have),
+                )
             stored = Stored(self._by_tier(rows, at), unworthy=len(rows) - found)
         self._leases.say(Found(event.request, found, gaps, stored))
 
