@@ -77,6 +77,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 loads=self._kv_transfer_config.is_kv_consumer,
                 saves=self._kv_transfer_config.is_kv_producer,
                 whole_inputs=vllm_config.model_config.is_mm_prefix_lm,
+                step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
             )
             if reason := settings.without_prefix_caching:
                 logger.warning("serves although prefix caching may be off: %s", reason)
@@ -255,14 +256,15 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Returns the progress of transfers."""
-        return Progress(self._worker.moved()) if self._worker else None
+        return Progress(self._worker.moved(), self._worker.serial) if self._worker else None
 
     # -- in both
 
     def get_kv_connector_stats(self) -> Figures | None:
         """Returns the counts since the last call."""
         with self._guard("get_kv_connector_stats"):
-            counts = self._worker.counts() if self._worker else Counter[str]()
+            half = self._worker or self._scheduler
+            counts = half.counts() if half else Counter[str]()
             failures = self._guard.failures.total()
             if failures > self._failures_told:
                 counts["hook failures"] = failures - self._failures_told

@@ -93,14 +93,16 @@ def _reach(spec: Any) -> dict[str, Any]:
 class Found:
     """The stored blocks of a prompt.
 
-    `tokens`: the length of the longest prefix that all groups have. `stored`: the indices of stored blocks by
-    group. `junction`: the end of the longest prefix that some group has; another prompt parts from this one
-    there, or later.
+    `tokens`: the length of the longest prefix that all groups have and that is worth loading. `stored`: the
+    indices of stored blocks by group. `junction`: the end of the longest prefix that some group has; another
+    prompt parts from this one there, or later. `unworthy_tokens`: those behind `tokens` that all groups have,
+    but that load slower than they are computed.
     """
 
     tokens: int
     stored: list[set[int]]
     junction: int = 0
+    unworthy_tokens: int = 0
 
 
 class PrefixFinder:

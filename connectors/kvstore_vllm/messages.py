@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,10 +33,11 @@ class Part:
 
 @dataclass(slots=True)
 class Load:
-    """Loads the parts of a request's prefix."""
+    """Loads the parts of a request's prefix within so many seconds."""
 
     request_id: str
     parts: list[Part]
+    within_s: float = math.inf
 
 
 @dataclass(slots=True)
@@ -59,12 +61,13 @@ class Step(KVConnectorMetadata):
     """The transfers of one step.
 
     `epoch`: names the weights since the last reset; empty before the first. `number`: counts the steps with
-    loads or saves. `idle`: the step computes nothing.
+    loads or saves. `idle`: the step computes nothing. `serial`: counts all steps.
     """
 
     epoch: str = ""
     number: int = 0
     idle: bool = False
+    serial: int = 0
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
 
@@ -82,14 +85,15 @@ class Handshake(KVConnectorHandshakeMetadata):
 
 @dataclass
 class Progress(KVConnectorWorkerMetadata):
-    """All transfers of the steps up to `number` have ended."""
+    """All transfers of the steps up to `number` have ended. `serial`: the step of this report."""
 
     number: int
+    serial: int = 0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Progress:
         """Returns the progress of the slower worker."""
         assert isinstance(other, Progress)
-        return Progress(min(self.number, other.number))
+        return Progress(min(self.number, other.number), min(self.serial, other.serial))
 
 
 @dataclass

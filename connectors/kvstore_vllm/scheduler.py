@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvstore import Client, ExceptionBarrier, Layout
 from kvstore_vllm.adapters import Adapters
+from kvstore_vllm.budget import patience_s
 from kvstore_vllm.groups import Found, Group
 from kvstore_vllm.lookup import Lookup
 from kvstore_vllm.messages import Load, Part, Progress, Save, Step
+from kvstore_vllm.prefill_rate import PrefillRate
 from kvstore_vllm.references import PageReferences
 from kvstore_vllm.tails import Tails, Tracked
 from kvstore_vllm.worker import NULL_BLOCK
@@ -45,6 +48,7 @@ class SchedulerHalf:
     """Called by the scheduler between steps. `alignment`: prefixes end at multiples of it, in tokens.
 
     `whole_inputs`: images have bidirectional attention, so a prompt with images must be computed as a whole.
+    `step_tokens`: the most tokens of a step.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class SchedulerHalf:
         loads: bool,
         saves: bool,
         whole_inputs: bool = False,
+        step_tokens: int = 8192,
     ) -> None:
         self._client = client
         self._guard = guard
@@ -67,7 +72,9 @@ class SchedulerHalf:
         self._may_load = loads
         self._may_save = saves
         self._whole_inputs = whole_inputs
-        self._lookup = Lookup(client, groups)
+        self._rate = PrefillRate(step_tokens)
+        self._lookup = Lookup(client, groups, self._rate)
+        self._counts: Counter[str] = Counter()
         self._tracked: dict[str, Tracked] = {}
         self._matched: dict[str, Match] = {}
         self._tried: dict[str, int] = {}
@@ -105,7 +112,7 @@ class SchedulerHalf:
         if salt is None or request.skip_reading_prefix_cache:
             found = Found(0, [set() for _ in self._groups])
         else:
-            found = self._lookup.find(request, salt, first)
+            found = self._lookup.find(request, salt, first, computed_tokens)
             # vLLM ends a step there, so that the states at this position are there to be saved.
             if found.junction > request.shared_prefix_boundary:
                 request.shared_prefix_boundary = found.junction // self._alignment * self._alignment
@@ -119,6 +126,7 @@ class SchedulerHalf:
         """Records the pages of a request; `external_tokens` tokens after the computed ones are loaded."""
         if request.num_computed_tokens:
             return  # the second call, after an asynchronous load
+        self._count_unworthy(request)
         block_ids = blocks.get_block_ids()
         if external_tokens:
             self._tried[request.request_id] = request.num_preemptions
@@ -130,6 +138,13 @@ class SchedulerHalf:
                 parts = [Part(n, [], _pages(ids)) for n, ids in enumerate(block_ids)]
                 self._next.loads.append(Load(request.request_id, parts))
             raise
+
+    def _count_unworthy(self, request: Request) -> None:
+        """Counts the pages that this admission computes because they would load slower."""
+        match = self._matched.get(request.request_id)
+        if match and self._may_load and self._tried.get(request.request_id) != request.num_preemptions:
+            pages = match.found.unworthy_tokens // self._groups[0].page_tokens
+            self._counts["not worth loading"] += pages
 
     def _track(self, request: Request, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
         request_id = request.request_id
@@ -155,7 +170,8 @@ class SchedulerHalf:
             match.salt,
         )
         if external_tokens:
-            self._next.loads.append(Load(request_id, [part for part in parts if part.block_ids]))
+            within_s = patience_s(self._rate.seconds(first, stop), self._client.deadline_s)
+            self._next.loads.append(Load(request_id, [part for part in parts if part.block_ids], within_s))
 
     # -- every step
 
@@ -163,6 +179,8 @@ class SchedulerHalf:
         """Returns the transfers of the step that was just scheduled."""
         orders, self._next = self._next, Step(self._next.epoch)
         orders.idle = not output.num_scheduled_tokens
+        with self._guard("prefill rate"):
+            orders.serial = self._begin_step(output, bool(orders.loads))
         with self._guard("save"):
             for request_id in output.preempted_req_ids or ():
                 tracked = self._tracked.get(request_id)
@@ -209,6 +227,7 @@ class SchedulerHalf:
     def hear(self, output: KVConnectorOutput) -> None:
         """Takes the reports of the workers. Pages that failed to load are computed by their request."""
         if isinstance(output.kv_connector_worker_meta, Progress):
+            self._rate.end(output.kv_connector_worker_meta.serial, time.monotonic())
             self._moved = output.kv_connector_worker_meta.number
             self._references.ended(self._moved)
         if output.invalid_block_ids:
@@ -231,7 +250,25 @@ class SchedulerHalf:
         for tracked in self._tracked.values():
             self._tails.stop(tracked)  # its pages are from before the reset
 
+    def counts(self) -> Counter[str]:
+        """Returns counts of pages since the last call."""
+        counts, self._counts = self._counts, Counter()
+        return counts
+
     # -- within
+
+    def _begin_step(self, output: SchedulerOutput, loads: bool) -> int:
+        """Measures the step that was just scheduled. Returns its serial number."""
+        prompts, others = [], 0
+        for request_id, tokens in output.num_scheduled_tokens.items():
+            tracked = self._tracked.get(request_id)
+            first = tracked.request.num_computed_tokens if tracked else 0
+            if tracked and first < tracked.request.num_prompt_tokens:
+                prompts.append((first, tokens))
+            else:
+                others += tokens
+        # Synchronous loads delay the step that they belong to.
+        return self._rate.begin(prompts, others, time.monotonic(), self._asynchronous or not loads)
 
     def _salt(self, request: Request) -> bytes | None:
         """Returns the suffix of a request's keys; None if its blocks may be neither loaded nor stored."""

@@ -63,6 +63,7 @@ class WorkerHalf:
     """Called by the worker around its forward pass. Only synchronous loads block it.
 
     `in_parts`: a request can be resumed behind a part of its load, so lost pages are reported one by one.
+    `serial` is that of the step that runs.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class WorkerHalf:
         self._bad_blocks: set[int] = set()
         self._counts: Counter[str] = Counter()
         self._idle = False
+        self.serial = 0
 
     @property
     def layouts(self) -> list[Layout]:
@@ -117,9 +119,10 @@ class WorkerHalf:
 
     def load(self, step: Step) -> None:
         """Starts the loads of the step; runs them if they are synchronous."""
-        self._idle = step.idle
-        ends = time.monotonic() + self._client.deadline_s
+        self._idle, self.serial = step.idle, step.serial
+        now = time.monotonic()
         for load in step.loads:
+            ends = now + min(self._client.deadline_s, load.within_s)
             loading = _Transfer(load.request_id, step.epoch, step.number)
             with self._changed:
                 self._loading.add(loading)
