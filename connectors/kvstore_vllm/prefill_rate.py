@@ -1,10 +1,10 @@
 """How long the engine takes to compute tokens of a prompt, measured from its steps.
 
-A step lasts from when it is scheduled, or from the end of the step before, to its report. So idle time does
-not count, and neither does the wait of a step that was scheduled ahead. Of a step that computes mostly prompts,
-the time beyond that of a step with few tokens is what its tokens cost: a request that loads its prefix has one
-step too. The median of the last steps of a class counts, so one slow step does not. A class has steps of about
-as many tokens at about the same position, because attention takes longer behind more tokens.
+A step lasts from when it is scheduled, or from the end of the step before, to its report. So idle time
+does not count, and neither does the wait of a step that was scheduled ahead. Of a step that computes mostly
+prompts, the time beyond that of a step with few tokens is what its tokens cost: a request that loads its
+prefix has one step too. The median of the last steps of a class counts, so one slow step does not. A class
+has steps of about as many tokens at about the same position, because attention takes longer behind more.
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ _OPEN_FOR_S = 30.0
 _FENCED_AFTER_S = 5.0
 _MEMORY_S = 1.0
 _FORGIVEN_S = 5.0
+_TRIED_S = 60.0
 _FIRST_GUESS = 1e9
 MEASURED_BYTES = 4 << 20
 
@@ -176,9 +177,14 @@ class DeviceQueue:
         self._measure(now, moved_bytes)
 
     def bandwidth(self, now: float) -> float:
-        """Returns the measured bandwidth in bytes/s. A slow measurement recovers as it gets older."""
+        """Returns the measured bandwidth in bytes/s. A slow measurement recovers as it gets older.
+
+        It doubles every 5 s up to the best one, and every 60 s up to the initial guess: a device that was
+        never fast is tried again now and then.
+        """
         age = max(0.0, now - self._measured_at)
-        return float(min(self._best, self._bandwidth * 2.0 ** min(age / _FORGIVEN_S, 60.0)))
+        again = min(self._best, self._bandwidth * 2.0 ** min(age / _FORGIVEN_S, 60.0))
+        return float(max(again, min(_FIRST_GUESS, self._bandwidth * 2.0 ** min(age / _TRIED_S, 60.0))))
 
     def _measure(self, now: float, nbytes: int) -> None:
         """Measures the bandwidth while the device is busy. The last second has the largest weight."""

@@ -1101,6 +1101,15 @@ def test_an_estimate_that_was_wrong_recovers() -> None:
     assert answer.value == 8
 
 
+def test_a_device_that_was_never_fast_is_tried_again_after_minutes() -> None:
+    w, keys = slow_world()
+    assert found_by(w, keys, 0.0004) == 2
+    w.now += 30
+    assert found_by(w, keys, 0.0004) == 2
+    w.now += 60
+    assert found_by(w, keys, 0.0004) == 8
+
+
 # -- devices
 
 

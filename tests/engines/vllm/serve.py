@@ -12,6 +12,8 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 # Before anything prints: answers have the real stdout, everything else goes where stderr goes.
@@ -175,6 +177,7 @@ class Served:
     def counts(self) -> dict[str, int]:
         """Blocks by what became of them, since the engine was made."""
         self.worker._worker.counts()
+        self.core.scheduler.connector._scheduler.counts()
         return {"saved": 0, **self._counted}
 
     def connected(self) -> bool:
@@ -218,15 +221,14 @@ class Served:
 
     def _keep_counts(self) -> None:
         """vLLM's own log of them says less than a test wants to know."""
-        worker, counted = self.worker._worker, Counter[str]()
-        take = worker.counts
+        self._counted = Counter[str]()
+        for half in (self.worker._worker, self.core.scheduler.connector._scheduler):
+            half.counts = partial(self._keep, half.counts)
 
-        def counts() -> Counter[str]:
-            latest = take()
-            counted.update(latest)
-            return latest
-
-        worker.counts, self._counted = counts, counted
+    def _keep(self, take: Callable[[], Counter[str]]) -> Counter[str]:
+        latest = take()
+        self._counted.update(latest)
+        return latest
 
 
 def main() -> None:
