@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,22 +92,22 @@ def test_what_is_slower_to_load_than_to_compute_is_computed(
     # In memory it is as fast as ever.
     assert cached(engine.fresh([prompts[-1]])) == [full_blocks(TOKENS)]
 
-    # What is written shows that the device is fast again.
+    # Nothing is read, so it is tried again after a while.
     slow.unlink()
-    more = iter(range(2000, 2100))
+    tried: list[list[dict[str, Any]]] = []
 
-    def fast() -> bool:
-        engine.fresh([prompt(next(more), TOKENS)])
-        return store.bandwidth() > 100 * SLOW_BYTES_A_S
+    def loads() -> bool:
+        tried.append(engine.fresh([prompts[1]]))
+        return cached(tried[-1]) == [full_blocks(TOKENS)]
 
-    eventually(fast, 90)
     before = engine("counts")
-    answer = engine.fresh([prompts[1]])
-    assert cached(answer) == [full_blocks(TOKENS)]
+    eventually(loads, 120)
+    answer = tried[-1]
     assert said(answer) == reference[1]
     after = engine("counts")
     assert after["loaded"] - before.get("loaded", 0) == pages
-    assert after.get("not worth loading", 0) == before.get("not worth loading", 0)
+    unloaded = after["not worth loading"] - before["not worth loading"]
+    assert unloaded == pages * (len(tried) - 1), "each prompt counts once"
     assert engine("failures") == {}
 
 
@@ -117,9 +117,7 @@ def test_a_device_that_slows_down_unseen_delays_one_answer_by_little(
     """The estimate is wrong until the first load: it is given up, although the deadline is 10 s."""
     asked = prompt(1902, TOKENS)
     reference = plain.fresh([asked])
-    eventually(store.written, 60)
-    # What waits for the store's next read is that read alone.
-    assert store.bandwidth() > 10 * SLOW_BYTES_A_S
+    eventually(lambda: store.bandwidth() > 50 * SLOW_BYTES_A_S, 120)
     slow.write_text(str(SLOW_BYTES_A_S))
     try:
         [late] = engine.fresh([asked])
@@ -129,4 +127,3 @@ def test_a_device_that_slows_down_unseen_delays_one_answer_by_little(
     assert late["cached"] < full_blocks(TOKENS)
     load_s = TOKENS * 4096 / SLOW_BYTES_A_S
     assert late["answered_s"] < load_s + reference[0]["answered_s"], "it did not wait for all of it"
-    assert math.isfinite(store.bandwidth())
