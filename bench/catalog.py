@@ -116,6 +116,15 @@ BENCHES = {
         "vllm_miss:run", _named("vllm-miss", "gqa/2-threads", "gqa/1-thread", "mha/2-threads"), needs=_VLLM
     ),
     "vllm-ttft": Entry("vllm_ttft:run", _named("vllm-ttft", "256", "512", "1024", "2048"), needs=_VLLM),
+    "vllm-worth": Entry(
+        "vllm_worth:run",
+        (
+            *_named("vllm-worth/slow-device", "512", "1024", "2048"),
+            "vllm-worth/fast-device/2048",
+            *_named("vllm-worth/slow-network", "512", "1024", "2048"),
+        ),
+        needs=_VLLM,
+    ),
 }
 
 EVERYWHERE = tuple(name for name, entry in BENCHES.items() if not entry.needs)

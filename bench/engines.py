@@ -9,6 +9,7 @@ from pathlib import Path
 
 from bench.harness import GIB, Bench
 from bench.served import serve
+from kvstore.lab.local_daemon import LocalDaemon
 from tests.engines.environments import interpreter
 from tests.engines.vllm.engine import VOCABULARY, Engine, connector
 
@@ -20,9 +21,21 @@ def engine(
     bench: Bench, hidden: int, layers: int, kv_heads: int, dram_bytes: int, threads: int = 2
 ) -> Iterator[Engine]:
     """Returns an engine with the connector, of a random Llama with this number of layers and heads of 64."""
+    with (
+        serve(dram_bytes) as (_, daemon),
+        engine_of(bench, daemon, hidden, layers, kv_heads, threads) as made,
+    ):
+        yield made
+
+
+@contextmanager
+def engine_of(
+    bench: Bench, daemon: LocalDaemon, hidden: int, layers: int, kv_heads: int, threads: int = 2
+) -> Iterator[Engine]:
+    """Returns such an engine, with the connector to this daemon."""
     bench.doing("environment")
     python = interpreter("vllm")
-    with bench.scratch() as folder, serve(dram_bytes) as (_, daemon):
+    with bench.scratch() as folder:
         _describe(folder, hidden, layers, kv_heads)
         bench.doing("starting vLLM")
         with Engine(

@@ -11,7 +11,16 @@ import pytest
 from kvstore import Client
 from tests.crash.shimmed import ShimmedDaemon
 from tests.daemons import eventually, tier
-from tests.engines.vllm.engine import BLOCK_TOKENS, Engine, cached, connector, full_blocks, prompt, said
+from tests.engines.vllm.engine import (
+    BLOCK_TOKENS,
+    Engine,
+    cached,
+    connector,
+    farthest,
+    full_blocks,
+    prompt,
+    said,
+)
 
 TOKENS = 1500
 SLOW_BYTES_A_S = 1e6
@@ -103,7 +112,7 @@ def test_what_is_slower_to_load_than_to_compute_is_computed(
     before = engine("counts")
     eventually(loads, 120)
     answer = tried[-1]
-    assert said(answer) == reference[1]
+    assert farthest(said(answer), reference[1]) < 1e-3
     after = engine("counts")
     assert after["loaded"] - before.get("loaded", 0) == pages
     unloaded = after["not worth loading"] - before["not worth loading"]
@@ -123,7 +132,7 @@ def test_a_device_that_slows_down_unseen_delays_one_answer_by_little(
         [late] = engine.fresh([asked])
     finally:
         slow.unlink()
-    assert said([late]) == said(reference)
+    assert farthest(said([late]), said(reference)) < 1e-3
     assert late["cached"] < full_blocks(TOKENS)
     load_s = TOKENS * 4096 / SLOW_BYTES_A_S
     assert late["answered_s"] < load_s + reference[0]["answered_s"], "it did not wait for all of it"
