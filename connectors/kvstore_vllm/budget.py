@@ -42,12 +42,12 @@ def budget(
 ) -> Budget | None:
     """Returns the budget of loading the tokens from `computed_tokens` to `tokens`.
 
-    `compute_s`: the time to compute them; None: unknown, so there is no budget. `layouts`: of each shard, by
-    group.
+    `compute_s`: the time to compute them; None: unknown, so there is no budget. `layouts`: of each worker, by
+    group. Workers with the same layouts load the same blocks.
     """
     nbytes = sum(
         _blocks(group, computed_tokens, tokens) * shard[group.number].block_bytes
-        for shard in layouts
+        for shard in {tuple(shard) for shard in layouts}
         for group in groups
     )
     if compute_s is None or not nbytes:

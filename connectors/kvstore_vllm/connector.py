@@ -30,7 +30,7 @@ from kvstore_vllm.groups import Group, groups_of, in_parts
 from kvstore_vllm.messages import Figures, Handshake, Progress, Step
 from kvstore_vllm.pages import check_covered, pages_of
 from kvstore_vllm.scheduler import SchedulerHalf
-from kvstore_vllm.settings import ConnectorSettings, check_engine, check_model, why_off
+from kvstore_vllm.settings import ConnectorSettings, check_engine, check_model, drops_last_block, why_off
 from kvstore_vllm.worker import NULL_BLOCK, GroupMemory, WorkerHalf
 
 if TYPE_CHECKING:
@@ -63,7 +63,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._failures_told = 0
         self._client = Client(settings.url or None, deadline_s=settings.deadline_s)
         page_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        self._groups = groups_of(kv_cache_config, settings.blocks_per_key(page_tokens))
+        drops = drops_last_block(vllm_config)
+        self._groups = groups_of(kv_cache_config, settings.blocks_per_key(page_tokens), drops)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._revision = ""
@@ -78,6 +79,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 saves=self._kv_transfer_config.is_kv_producer,
                 whole_inputs=vllm_config.model_config.is_mm_prefix_lm,
                 step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+                drops=drops,
             )
             if reason := settings.without_prefix_caching:
                 logger.warning("serves although prefix caching may be off: %s", reason)
@@ -109,7 +111,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             if off := next((each.off for each in told if each.off), self._off):
                 logger.warning("nothing is loaded or stored: %s (see without_prefix_caching)", off)
             else:
-                self._half().meet([each.layouts for each in told])
+                # Workers with the same KV have the same layouts.
+                self._half().meet([list(each) for each in dict.fromkeys(tuple(w.layouts) for w in told)])
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """See the base class. Raises ConfigError if vLLM's null block is not the workers' one."""
@@ -192,24 +195,28 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._kv_cache_config.num_blocks,
             self._asynchronous,
             in_parts=in_parts(self._groups),
+            saves=get_tp_group().rank_in_group % self._kv_cache_config.kv_tp_replicas == 0,
         )
 
     def _layout(self, group: Group, caches: dict[str, torch.Tensor], block_bytes: int) -> Layout:
         config = self._vllm_config
         tp, pp = get_tp_group(), get_pp_group()
+        same = self._kv_cache_config.kv_tp_replicas
         return Layout(
             model=identity.model_name(config.model_config, self._revision),
             block_bytes=block_bytes,
             revision=self._revision,
             dtype=f"{config.model_config.dtype}, cache {config.cache_config.cache_dtype}",
             block_tokens=group.block_tokens,
-            shard=f"tp {tp.rank_in_group}/{tp.world_size}, pp {pp.rank_in_group}/{pp.world_size}",
+            shard=f"tp {tp.rank_in_group // same}/{tp.world_size // same}, "
+            f"pp {pp.rank_in_group}/{pp.world_size}",
             kv_layout=identity.kv_layout(
                 config,
                 [each.kv_cache_spec for each in self._kv_cache_config.kv_cache_groups],
                 group.number,
                 caches,
                 self._revision,
+                identity.drafted(config, self._settings.weights_revision),
             ),
             kind="chain" if group.full else "independent",
         )

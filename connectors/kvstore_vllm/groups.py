@@ -20,8 +20,9 @@ class Group:
 
     `pages_per_key`: pages (vLLM's blocks) of a stored block. `block_tokens`: tokens of a stored block.
     `hashes_per_key`: vLLM's block hashes of a stored block. `window_blocks`: the blocks before a token that
-    its sliding window reaches. `chunk_tokens`: the tokens of an attention chunk. `state`: a block is the
-    state of recurrent layers at its end. None of these: full attention.
+    its sliding window reaches, and one more where vLLM drops the last block of a hit. `chunk_tokens`: the
+    tokens of an attention chunk. `state`: a block is the state of recurrent layers at its end. None of these:
+    full attention.
     """
 
     number: int
@@ -46,6 +47,10 @@ class Group:
             return end // self.chunk_tokens * self.chunk_tokens // self.block_tokens
         return max(0, end // self.block_tokens - self.window_blocks) if self.window_blocks else 0
 
+    def needed(self, end: int) -> range:
+        """Returns the indices of the blocks that a prefix with `end` tokens needs."""
+        return range(self.first_needed(end), end // self.block_tokens)
+
     @property
     def page_tokens(self) -> int:
         """The tokens of one page."""
@@ -56,11 +61,15 @@ class Group:
         return [key + salt for key in hashes[self.hashes_per_key - 1 :: self.hashes_per_key]]
 
 
-def groups_of(kv_cache_config: Any, pages_per_key: int = 1) -> list[Group]:
-    """Returns the groups of an engine. `pages_per_key` is 1 if there are several groups or windows."""
+def groups_of(kv_cache_config: Any, pages_per_key: int = 1, drops: bool = False) -> list[Group]:
+    """Returns the groups of an engine. `pages_per_key` is 1 if there are several groups or windows.
+
+    `drops`: vLLM drops the last block of a hit, in the groups with a draft, or in all if none is marked.
+    """
     specs = [each.kv_cache_spec for each in kv_cache_config.kv_cache_groups]
     # vLLM sets it for engines with several block sizes only.
     hash_tokens = kv_cache_config.hash_block_size or specs[0].block_size
+    marked = any(group.is_eagle_group for group in kv_cache_config.kv_cache_groups)
     return [
         Group(
             number,
@@ -68,7 +77,7 @@ def groups_of(kv_cache_config: Any, pages_per_key: int = 1) -> list[Group]:
             group.kv_cache_spec.block_size * pages_per_key,
             pages_per_key,
             group.kv_cache_spec.block_size * pages_per_key // hash_tokens,
-            **_reach(group.kv_cache_spec),
+            **_reach(group.kv_cache_spec, drops and (group.is_eagle_group or not marked)),
         )
         for number, group in enumerate(kv_cache_config.kv_cache_groups)
     ]
@@ -79,11 +88,29 @@ def in_parts(groups: Sequence[Group]) -> bool:
     return len(groups) == 1 and groups[0].full
 
 
-def _reach(spec: Any) -> dict[str, Any]:
+def prompt_ends(tokens: int, alignment: int) -> set[int]:
+    """Returns where a later prompt resumes behind a prompt of `tokens` tokens; 0: nowhere.
+
+    These are the last multiples of `alignment` in the prompt, for a longer prompt, and before its last token,
+    for the same prompt, whose last token is computed again.
+    """
+    return {tokens // alignment * alignment, (tokens - 1) // alignment * alignment}
+
+
+def stored_blocks(groups: Sequence[Group], tokens: int, alignment: int) -> list[int]:
+    """Returns the number of blocks by group that are stored of a prompt which shares nothing with others."""
+    ends = prompt_ends(tokens, alignment) - {0}
+    return [
+        tokens // group.block_tokens if group.full else len(set().union(*(group.needed(end) for end in ends)))
+        for group in groups
+    ]
+
+
+def _reach(spec: Any, drops: bool) -> dict[str, Any]:
     if isinstance(spec, MambaSpec):
         return {"state": True}
     if isinstance(spec, SlidingWindowSpec):
-        return {"window_blocks": -(-(spec.sliding_window - 1) // spec.block_size)}
+        return {"window_blocks": -(-(spec.sliding_window - 1) // spec.block_size) + drops}
     if isinstance(spec, ChunkedLocalAttentionSpec):
         return {"chunk_tokens": spec.attention_chunk_size}
     return {}

@@ -35,9 +35,31 @@ def weights_revision(config: Any, given: str) -> str:
     Reads local files once per node, see `kvstore.files_digest`. Raises ConfigError if the weights cannot be
     identified.
     """
-    model, load_format = config.model_config, config.load_config.load_format
-    if given:
-        return given
+    return given or _revision(config.model_config, config.load_config.load_format)
+
+
+def drafted(config: Any, given: str) -> list[object] | None:
+    """Returns what names a draft model whose KV lies beside the model's; None: there is none.
+
+    `given`: see `weights_revision`. Raises ConfigError if its weights cannot be identified.
+    """
+    speculative = config.speculative_config
+    if speculative is None or not speculative.uses_draft_kv_cache():
+        return None
+    draft, load = copy.copy(speculative.draft_model_config), speculative.draft_load_config
+    # The model's own files may have the draft in them.
+    if draft.model == config.model_config.model:
+        revision = "of the model"
+    else:
+        revision = given or _revision(draft, (load or config.load_config).load_format)
+    if draft.model == config.model_config.model or named_by_content(revision):
+        draft.model = ""
+    quantization = speculative.quantization or draft.quantization
+    facts = [revision, draft.compute_hash(), str(draft.dtype), draft.max_model_len, quantization]
+    return [speculative.method, speculative.num_speculative_tokens, *facts]
+
+
+def _revision(model: Any, load_format: str) -> str:
     if load_format == "dummy":
         return "dummy"
     if Path(model.model).exists():
@@ -93,7 +115,12 @@ def in_epoch(layout: Layout, epoch: str) -> Layout:
 
 
 def kv_layout(
-    config: Any, specs: list[Any], group: int, kv_caches: dict[str, torch.Tensor], revision: str = ""
+    config: Any,
+    specs: list[Any],
+    group: int,
+    kv_caches: dict[str, torch.Tensor],
+    revision: str = "",
+    draft: list[object] | None = None,
 ) -> str:
     """Returns a digest of the other properties that determine the bytes of a group of layers.
 
@@ -111,7 +138,7 @@ def kv_layout(
     shapes = [(name, str(t.dtype), t.shape[1:], t.stride()[1:]) for name, t in sorted(kv_caches.items())]
     groups = repr(specs[0]) if len(specs) == 1 else (repr(specs), group)
     facts = (configured(config, named_by_content(revision)), environment(), groups, shapes, scales)
-    digest = blake3(repr(facts).encode()).hexdigest(16)
+    digest = blake3(repr((*facts, draft) if draft else facts).encode()).hexdigest(16)
     if next(iter(kv_caches.values())).device.type == "cuda":
         machine = f"compute capability {torch.cuda.get_device_capability()}"
     else:

@@ -23,13 +23,16 @@ class Lookup:
     """Asks for the blocks of prompts. Every lookup is a miss until the workers' layouts are known.
 
     Blocks of full attention that would load slower than the engine computes them, at `rate`, are not loaded.
+    `drops`: vLLM drops the last block of a hit.
     """
 
-    def __init__(self, client: Client, groups: Sequence[Group], rate: PrefillRate) -> None:
+    def __init__(
+        self, client: Client, groups: Sequence[Group], rate: PrefillRate, drops: bool = False
+    ) -> None:
         self._client = client
         self._rate = rate
         self._groups = list(groups)
-        self._in_parts = in_parts(groups)
+        self._all_usable = in_parts(groups) and not drops
         self._layouts: list[list[Layout]] = []
         self._namespaces: list[list[Any]] = []
         self._finder: PrefixFinder
@@ -62,7 +65,7 @@ class Lookup:
         ends = time.monotonic() + LOOKUP_DEADLINE_S
         stored, worth = self._stored(keys, first, computed_tokens, ends)
         most = request.num_tokens - 1
-        if self._in_parts:
+        if self._all_usable:
             [group] = self._groups
             usable = most // group.page_tokens * group.page_tokens
             found = Found(min(len(stored[0]) * group.block_tokens, usable), stored)

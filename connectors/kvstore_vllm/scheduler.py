@@ -49,6 +49,7 @@ class SchedulerHalf:
 
     `whole_inputs`: images have bidirectional attention, so a prompt with images must be computed as a whole.
     `step_tokens`: the most tokens of a step.
+    `drops`: vLLM drops the last block of a hit.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class SchedulerHalf:
         saves: bool,
         whole_inputs: bool = False,
         step_tokens: int = 8192,
+        drops: bool = False,
     ) -> None:
         self._client = client
         self._guard = guard
@@ -73,7 +75,7 @@ class SchedulerHalf:
         self._may_save = saves
         self._whole_inputs = whole_inputs
         self._rate = PrefillRate(step_tokens)
-        self._lookup = Lookup(client, groups, self._rate)
+        self._lookup = Lookup(client, groups, self._rate, drops)
         self._counts: Counter[str] = Counter()
         self._tracked: dict[str, Tracked] = {}
         self._matched: dict[str, Match] = {}

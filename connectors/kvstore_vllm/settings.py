@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -13,7 +13,9 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheGroupRole,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
+    SparseCacheRole,
 )
 
 from kvstore.errors import ConfigError
@@ -27,20 +29,37 @@ SERVED_KINDS: dict[type, dict[str, Any]] = {
         "num_prefill_checkpoint_blocks": 0,
         "tp_replicated": False,
     },
+    MLAAttentionSpec: {
+        "non_causal": False,
+        "tokens_per_state": 1,
+        "cache_dtype_str": "auto",
+        "model_version": None,
+        "cache_role": SparseCacheRole.SPARSE,
+        "is_index_group_leader": False,
+        "non_causal_multi_token_decode": False,
+    },
     SlidingWindowSpec: {"extra_retained_tokens": 0, "tokens_per_state": 1},
 }
 """The served kinds of KV cache, and the served values of their options. Subclasses are not served."""
 SERVED_GROUPS = {
-    "is_eagle_group": False,
     "host_resident": False,
     "enable_kv_transfer": True,
     "role": KVCacheGroupRole.DEFAULT,
 }
-"""The served properties of a group of layers."""
-HINTS = {
-    "MLAAttentionSpec": "latent attention is not served; "
-    "VLLM_MLA_DISABLE=1 runs the model with full attention",
+"""The served properties of a group of layers. vLLM drops the last block of a hit if a group has a draft."""
+SERVED_DRAFTS: dict[str, dict[str, Any]] = {
+    "ngram": {},
+    "ngram_gpu": {},
+    "draft_model": {"parallel_drafting": False, "use_heterogeneous_vocab": False},
+    "eagle": {"parallel_drafting": False},
+    "eagle3": {"parallel_drafting": False},
+    "mtp": {"parallel_drafting": False},
 }
+"""The served methods of speculative decoding, and the served values of their options."""
+HINTS = {
+    "mamba_cache_mode": "only 'align' is served: start vLLM with --enable-prefix-caching",
+}
+"""Hints on options of a kind of KV cache that are not served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +114,19 @@ class ConnectorSettings:
 
 def check_model(model: Any) -> None:
     """Raises ConfigError for a model with an encoder, or that does not generate text."""
+    for refusal in refusals_of_model(model):
+        raise refusal
+
+
+def refusals_of_model(model: Any) -> Iterator[ConfigError]:
+    """Yields why a model is refused before its KV is laid out."""
     if model.is_encoder_decoder:
         why = "an encoder, and attention to its output"
     elif model.runner_type == "pooling":
         why = "a pooler, which may need every token of a prompt computed"
     else:
         return
-    raise ConfigError(
+    yield ConfigError(
         f"the model {model.model!r} has {why}",
         "only models that write text by a decoder alone are served: leave out the connector",
     )
@@ -109,91 +134,143 @@ def check_model(model: Any) -> None:
 
 def check_engine(config: Any, kv_cache_config: Any, settings: ConnectorSettings) -> None:
     """Raises ConfigError for an engine whose blocks cannot be named, found again or restored."""
+    for refusal in refusals(config, kv_cache_config, settings):
+        raise refusal
+
+
+def refusals(config: Any, kv_cache_config: Any, settings: ConnectorSettings) -> Iterator[ConfigError]:
+    """Yields every reason why the blocks of an engine cannot be named, found again or restored."""
     cache, parallel, transfer = config.cache_config, config.parallel_config, config.kv_transfer_config
-    check_model(config.model_config)
+    yield from refusals_of_model(config.model_config)
     algorithm = cache.prefix_caching_hash_algo
     if algorithm.startswith("xxhash") and os.environ.get("PYTHONHASHSEED") is None:
-        raise ConfigError(
+        yield ConfigError(
             f"--prefix-caching-hash-algo {algorithm} seeds its block hashes at random: "
             "no other process, nor this one after a restart, would find a block again",
             "use sha256 or sha256_cbor, or set PYTHONHASHSEED to the same value everywhere",
         )
     if transfer.is_kv_consumer and transfer.kv_load_failure_policy != "recompute":
-        raise ConfigError(
+        yield ConfigError(
             f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}: a block that is lost would fail "
             "its request",
             'set "kv_load_failure_policy": "recompute" in --kv-transfer-config',
         )
     if settings.load == "sync":
-        _check_sync(config)
-    _check_groups(kv_cache_config.kv_cache_groups, settings)
+        yield from _refusals_of_sync(config)
+    yield from _refusals_of_groups(kv_cache_config.kv_cache_groups, settings)
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
-            raise ConfigError(f"{name} is {getattr(parallel, name)}", "context parallelism is not served")
+            yield ConfigError(f"{name} is {getattr(parallel, name)}", "context parallelism is not served")
     if getattr(cache, "calculate_kv_scales", False):
-        raise ConfigError(
+        yield ConfigError(
             "calculate_kv_scales is on: another run would scale the same KV otherwise",
             "take the scales from the checkpoint",
         )
+    if config.speculative_config is not None:
+        yield from _refusals_of_draft(config, kv_cache_config.kv_cache_groups, settings)
+
+
+def _refusals_of_draft(
+    config: Any, groups: Sequence[Any], settings: ConnectorSettings
+) -> Iterator[ConfigError]:
+    """Yields why speculative decoding has KV that is not tested to be restored exactly."""
     speculative = config.speculative_config
-    if speculative is not None and not speculative.use_ngram():
-        raise ConfigError(
-            f"speculative decoding by {speculative.method!r} keeps a draft's KV beside the model's",
-            "only n-gram drafting is served",
+    what = f"speculative decoding by {speculative.method!r}"
+    if speculative.method not in SERVED_DRAFTS:
+        yield ConfigError(f"{what} is not served", f"{', '.join(SERVED_DRAFTS)} are")
+        return
+    if not speculative.uses_draft_kv_cache():
+        return
+    for name, served in SERVED_DRAFTS[speculative.method].items():
+        if (value := getattr(speculative, name, served)) != served:
+            yield ConfigError(f"{what} has {name} {value!r}", f"only {served!r} is served")
+    if speculative.use_multi_module_mtp():
+        yield ConfigError(
+            f"{what} has several layers that draft", "only one is served: set num_speculative_tokens to 1"
         )
+    size = config.parallel_config.tensor_parallel_size
+    if speculative.draft_parallel_config.tensor_parallel_size != size:
+        yield ConfigError(
+            f"{what}: the draft has another tensor parallelism than the model",
+            f"set draft_tensor_parallel_size to {size}",
+        )
+    if settings.load == "sync":
+        yield ConfigError(f"load is 'sync' with {what}", "use async loads")
+    if settings.block_tokens:
+        yield ConfigError(
+            f"block_tokens is {settings.block_tokens} with {what}",
+            "leave out block_tokens: blocks are as large as vLLM's",
+        )
+    for group in groups:
+        if isinstance(group.kv_cache_spec, (ChunkedLocalAttentionSpec, MambaSpec)):
+            kind = type(group.kv_cache_spec).__name__
+            yield ConfigError(
+                f"{what}, and the model's KV cache has a group of kind {kind}",
+                "drafts are served with full attention and sliding windows",
+            )
 
 
-def _check_sync(config: Any) -> None:
-    """Raises ConfigError if a step could read the pages of a failed synchronous load."""
+def drops_last_block(config: Any) -> bool:
+    """Returns whether vLLM drops the last block of a hit: the draft needs the model's output there."""
+    speculative = config.speculative_config
+    return speculative is not None and bool(speculative.use_eagle_block_drop())
+
+
+def _refusals_of_sync(config: Any) -> Iterator[ConfigError]:
+    """Yields whether a step could read the pages of a failed synchronous load."""
     scheduler, stages = config.scheduler_config, config.parallel_config.pipeline_parallel_size
     if scheduler.long_prefill_token_threshold > 0:
-        raise ConfigError(
+        yield ConfigError(
             "load is 'sync' with --long-prefill-token-threshold: while a lost block is computed again in "
             "pieces, requests that share it would read it half done",
             "use async loads, or no threshold",
         )
     if scheduler.async_scheduling or stages > 1:
         beside = "async scheduling" if scheduler.async_scheduling else f"{stages} pipeline stages"
-        raise ConfigError(
+        yield ConfigError(
             f"load is 'sync' with {beside}: the next step starts on a block before its failed load is known",
             "use async loads, or --no-async-scheduling and one pipeline stage",
         )
 
 
-def _check_groups(groups: Sequence[Any], settings: ConnectorSettings) -> None:
-    """Raises ConfigError for a kind of KV cache that is not tested to be restored exactly."""
+def _refusals_of_groups(groups: Sequence[Any], settings: ConnectorSettings) -> Iterator[ConfigError]:
+    """Yields the groups with a kind of KV cache that is not tested to be restored exactly."""
     if not groups:
-        raise ConfigError("the model has no KV cache", "nothing is there to store: leave out the connector")
+        yield ConfigError("the model has no KV cache", "nothing is there to store: leave out the connector")
+        return
     for group in groups:
-        _check_group(group)
+        yield from _refusals_of_group(group)
     kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups}))
     if len(groups) > 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
         what = f"the model's KV cache has {len(groups)} groups of layers ({kinds})"
         if settings.load == "sync":
-            raise ConfigError(
+            yield ConfigError(
                 f"load is 'sync', and {what}: vLLM cannot be told of a block that is lost",
                 "use async loads, or --disable-hybrid-kv-cache-manager",
             )
         if settings.block_tokens:
-            raise ConfigError(
+            yield ConfigError(
                 f"block_tokens is {settings.block_tokens}, and {what}",
                 "leave out block_tokens: blocks are as large as vLLM's",
             )
 
 
-def _check_group(group: Any) -> None:
+def _refusals_of_group(group: Any) -> Iterator[ConfigError]:
     spec = group.kv_cache_spec
     kind = type(spec).__name__
     options = SERVED_KINDS.get(type(spec))
     if options is None:
         served = ", ".join(each.__name__ for each in SERVED_KINDS)
-        hint = HINTS.get(kind, f"{served} are served: leave out the connector")
-        raise ConfigError(f"the model's KV cache is of kind {kind}", hint)
+        yield ConfigError(
+            f"the model's KV cache is of kind {kind}", f"{served} are served: leave out the connector"
+        )
+        return
     for of, name, served in [(spec, *each) for each in options.items()] + [
         (group, *each) for each in SERVED_GROUPS.items()
     ]:
         if (value := getattr(of, name, served)) != served:
-            raise ConfigError(f"the model's KV cache has {name} {value!r}", f"only {served!r} is served")
+            hint = HINTS.get(name, f"only {served!r} is served")
+            yield ConfigError(f"the model's KV cache has {name} {value!r}", hint)
 
 
 def why_off(config: Any, settings: ConnectorSettings) -> str:

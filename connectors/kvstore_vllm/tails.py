@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvstore_vllm.groups import Found, Group, in_parts
+from kvstore_vllm.groups import Found, Group, in_parts, prompt_ends
 from kvstore_vllm.references import PageReferences
 from kvstore_vllm.worker import NULL_BLOCK
 
@@ -75,13 +75,12 @@ class Tails:
     def ends(self, request: Request, found: Found) -> list[int]:
         """Returns the ends of prefixes that later prompts may share, from the last to the first.
 
-        These are the end of the prompt, for a longer one and for the same one (its last token is computed
-        again), and the position where an earlier prompt has parted from it.
+        These are the ends of the prompt, and the position where an earlier prompt has parted from it.
         """
         if self._none or request.num_preemptions:
             return []
-        prompt, size = request.num_prompt_tokens, self._alignment
-        ends = {prompt // size * size, (prompt - 1) // size * size, found.junction // size * size}
+        ends = prompt_ends(request.num_prompt_tokens, self._alignment)
+        ends.add(found.junction // self._alignment * self._alignment)
         return sorted(ends - {0}, reverse=True)
 
     def wanted(self, tracked: Tracked, end: int) -> bool:
@@ -151,12 +150,11 @@ class Tails:
 
     def _hold(self, tracked: Tracked, end: int, block_ids: Sequence[Sequence[int]], of_answer: bool) -> None:
         for group in self._groups:
-            first, stop = group.first_needed(end), end // group.block_tokens
-            wanted = range(first, stop)
+            wanted = group.needed(end)
             if group.full or group.state or not wanted:
                 continue
-            ids = list(block_ids[group.number][first:stop])
+            ids = list(block_ids[group.number][wanted.start : wanted.stop])
             # Without one of them the others are of no use.
             if tracked.found[group.number].issuperset(wanted) or len(ids) < len(wanted) or NULL_BLOCK in ids:
                 continue
-            tracked.tails.append(Tail(group, end, first, self._references.hold(ids), of_answer))
+            tracked.tails.append(Tail(group, end, wanted.start, self._references.hold(ids), of_answer))

@@ -63,7 +63,7 @@ class WorkerHalf:
     """Called by the worker around its forward pass. Only synchronous loads block it.
 
     `in_parts`: a request can be resumed behind a part of its load, so lost pages are reported one by one.
-    `serial` is that of the step that runs.
+    `saves`: False if another worker has the same KV and saves it. `serial` is that of the step that runs.
     """
 
     def __init__(
@@ -74,12 +74,14 @@ class WorkerHalf:
         num_blocks: int,
         asynchronous: bool = True,
         in_parts: bool = True,
+        saves: bool = True,
     ) -> None:
         self._client = client
         self._guard = guard
         self._groups = list(groups)
         self._asynchronous = asynchronous
         self._in_parts = in_parts
+        self._saves = saves
         self._num_blocks = num_blocks
         self._epoch = ""
         self._number = 0
@@ -134,7 +136,7 @@ class WorkerHalf:
     def save(self, step: Step) -> None:
         """Starts the saves of the step."""
         ends = time.monotonic() + self._client.deadline_s
-        for save in step.saves:
+        for save in step.saves if self._saves else ():
             saving = _Transfer(save.request_id, step.epoch, step.number)
             with self._changed:
                 if len(self._saving) >= _SAVES:

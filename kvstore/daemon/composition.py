@@ -120,7 +120,7 @@ class Daemon:
         self.copies = CopyLatency()
         owner_of = partial(_owner, domains, authenticator)
         self.tier_actions = TierActions(core, tiers, names, log, problems, owner_of, clock, self.copies.add)
-        self.durability = durable = Durability(core, tiers)
+        self.durability = durable = Durability(core, tiers, random_bits)
         self.scrubber = Scrubber(core)
 
         # Tenants

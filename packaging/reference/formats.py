@@ -11,6 +11,7 @@ from kvstore import arena
 from kvstore.tiers import ownership
 from kvstore.tiers.network import objects
 from kvstore.tiers.nvme import records, store
+from kvstore.tiers.nvme.generations import MOST_COMMITTED, MOST_PREPARED, NAME_BYTES
 from kvstore.types import HEADER_BYTES, LABEL_BYTES, SLOT_RECORD
 from reference.text import cell
 
@@ -110,6 +111,10 @@ LMDB has the tables {", ".join(f"`{table}`" for table in store.TABLES)}. The key
 big-endian) and the key of the block. `namespaces` has MessagePack arrays: tenant, layout, fingerprint,
 encrypted, readers, TTL in seconds. A layout is a map of the fields of `Layout`; a chain has no `kind`.
 `extents` has the slot size (u64) and the name of the tenant.
+
+`meta` has `format` and `extent_bytes` (u64), and `generations`: the number of committed names (u64), then
+names of {NAME_BYTES} bytes: at most {MOST_COMMITTED:,} committed ones, the newest last, then at most
+{MOST_PREPARED} prepared ones. Formats 2 and 3 have a number (u64) under `generation` instead.
 
 ### Record of a block
 The key of the parent follows, up to the end of the value; it is empty for the first block of a chain

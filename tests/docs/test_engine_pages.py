@@ -81,7 +81,6 @@ def test_the_vllm_page_has_every_counter() -> None:
 
 REFUSALS = {
     "vllm": [
-        "of kind MLAAttentionSpec",
         "an encoder, and attention to its output",
         "a pooler, which may need every token of a prompt computed",
         "nothing is loaded or stored: ",
@@ -114,7 +113,8 @@ def test_quoted_messages_are_those_of_the_connector(name: str) -> None:
         assert words in source, words
 
 
-NAMES = {"DeepseekV2": "DeepSeek", "DeepseekV3": "DeepSeek", "GptOss": "gpt-oss", "GPTNeoX": "GPT-NeoX",
+NAMES = {"DeepseekV2": "DeepSeek", "DeepseekV3": "DeepSeek", "Glm4Moe": "GLM-4.5",
+    "GptOss": "gpt-oss", "GPTNeoX": "GPT-NeoX",
          "GPTNeo": "GPT-Neo", "GPT2": "GPT-2", "Qwen3Moe": "Qwen3-MoE", "Qwen3Next": "Qwen3-Next",
          "Phi3": "Phi-3", "Gemma2": "Gemma 2", "Gemma3": "Gemma 3", "Llama4": "Llama 4", "Lfm2": "LFM2",
          "Starcoder2": "StarCoder2", "Rwkv": "RWKV", "Mpt": "MPT", "Bart": "BART",

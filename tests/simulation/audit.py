@@ -71,10 +71,15 @@ def _read(disk: Disk) -> dict[Who, Record]:
     return found
 
 
-def records_prove_their_slots(disk: Disk) -> None:
-    """At any moment a crash, or a power cut, leaves each record with the bytes that it speaks of."""
+def records_prove_their_slots(disk: Disk, limits_fall: bool) -> None:
+    """At any moment a crash, or a power cut, leaves each record with the bytes that it speaks of.
+
+    `limits_fall`: a start may remove slabs beyond a lower limit before their records.
+    """
     for who, record in records(disk).items():
         slab = disk.slabs.get(record.extent)
+        if slab is None and limits_fall:
+            continue
         assert slab is not None, f"the record of {who} speaks of an extent that is not there"
         for how, data in (("seen", slab.seen), ("safe", slab.safe)):
             payload = data[record.offset : record.offset + record.length]
@@ -213,6 +218,17 @@ class Left:
             if name in life.daemon.config().nvme.limits
         }
         return cls(on_record, in_dram)
+
+    def keep_known(self, life: Life) -> None:
+        """Only records that the daemon has taken in are promised."""
+        found = live(life)
+        for name, on_record in self.records.items():
+            tier = life.tier_of(name)
+            self.records[name] = {
+                who: record
+                for who, record in on_record.items()
+                if tier is not None and who in found and found[who][0][tier] >= 0
+            }
 
     def check(self, life: Life) -> None:
         """All of it is readable in the daemon that starts now."""

@@ -90,7 +90,8 @@ class Engine:
 
     async def _live(self) -> None:
         more = _WITH_A_GPU if self.world.gpu is not None else {}
-        more = more | _WITH_KINDS if self.world.has_kinds else more
+        more = more | (_WITH_KINDS if self.world.has_kinds else {})
+        more = more | (_IN_TURNS if self.world.takes_turns else {})
         names, weights = zip(*(_WEIGHTS | more).items(), strict=True)
         while not self.world.ending:
             await asyncio.sleep(self.dice.expovariate(1 / self.pace_s))
@@ -401,6 +402,9 @@ _WEIGHTS = {
 }
 _UNKNOWN = 1 << 20
 """Leases and reservations have lower numbers. Those of other connections can't be named."""
+
+_IN_TURNS = {"put": 20, "invalidate": 12, "forget": 1}
+"""Where devices are away in turn: much is deleted meanwhile."""
 
 _WITH_A_GPU = {"lease": 20, "room": 15, "prefetch": 5}
 _WITH_KINDS = {"contains": 6}

@@ -189,7 +189,8 @@ class Life:
         devices: dict[str, NvmeTier] = {}
         if setup.nvme_extents:
             self._skew = dice.choice((0.0, 0.0, -500.0))
-            devices = {name: self.open(config, name) for name in config.nvme.limits}
+            # Others are left out: they are away.
+            devices = {name: self.open(config, name) for name in config.nvme.limits if name in disks}
         self.pool: SimPool | None = None
         if gpu is not None:
             limit = setup.hbm_extents * setup.extent_bytes

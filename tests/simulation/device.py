@@ -18,8 +18,10 @@ import msgpack
 
 from kvstore.errors import TierError
 from kvstore.tiers.base import BlockIO
+from kvstore.tiers.nvme import generations
+from kvstore.tiers.nvme.generations import History
 from kvstore.tiers.nvme.records import ID, unpack
-from kvstore.tiers.nvme.store import GENERATION, NUMBER, TABLES, Changes, Loaded, Namespace, unpack_extent
+from kvstore.tiers.nvme.store import GENERATIONS, TABLES, Changes, Loaded, Namespace, unpack_extent
 from tests.simulation.faults import Faults
 from tests.simulation.loop import MICRO, Loop, Process
 
@@ -78,11 +80,19 @@ class Disk:
         self.read_at = -1
         self.skewed = False
         self.locked = False
+        self.unseen: set[bytes] = set()
+        """Generations that were committed without it."""
         self._pace = dice.choice((1, 1, 30, 300))
 
     @property
     def nbytes(self) -> int:
         return len(self.slabs) * self.extent_bytes
+
+    @property
+    def history(self) -> History:
+        """The generations on record."""
+        found = self.tables["meta"].get(GENERATIONS)
+        return generations.unpack(found) if found is not None else History()
 
     def delay(self) -> float:
         """How long something takes, from now on."""
@@ -321,8 +331,8 @@ class SimStore:
         self._disk = disk
 
     @property
-    def generation(self) -> int:
-        return NUMBER.unpack(self._disk.tables["meta"].get(GENERATION, NUMBER.pack(0)))[0]
+    def history(self) -> History:
+        return self._disk.history
 
     def load(self) -> Loaded:
         tables = self._disk.tables

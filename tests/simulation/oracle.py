@@ -45,6 +45,8 @@ class Oracle:
 
     def __init__(self) -> None:
         self._now = 0
+        self._without_witness = False
+        self._without_witness_until = 0
         self._puts: defaultdict[Who, list[_Put]] = defaultdict(list)
         self._grants: defaultdict[int, list[_Grant]] = defaultdict(list)
 
@@ -52,6 +54,18 @@ class Oracle:
         """The time; it is another one from now on."""
         self._now += 1
         return self._now
+
+    def starts(self, without_witness: bool) -> None:
+        """A daemon starts. `without_witness`: what was deleted may be back until the next one starts.
+
+        No device that is there has been there when it was deleted.
+        """
+        if self._without_witness:
+            self._without_witness_until = self.tick()
+        self._without_witness = without_witness
+
+    def _may_be_back(self, began: int) -> bool:
+        return self._without_witness or began < self._without_witness_until
 
     def put_begins(self, space: int, keys: list[bytes], salt: int) -> list[_Put]:
         puts = [_Put(salt) for _ in keys]
@@ -80,7 +94,8 @@ class Oracle:
         """Whether the other tenant's get that began then, and ends now, may have been let in."""
         given = [g for g in self._grants[space] if g.given]
         taken = [g for g in self._grants[space] if not g.given and g.ended < began]
-        return bool(given) and not any(all(g.ended < t.began for g in given) for t in taken)
+        revoked = any(all(g.ended < t.began for g in given) for t in taken)
+        return bool(given) and (not revoked or self._may_be_back(began))
 
     def invalidated(self, space: int, keys: list[bytes], began: int) -> None:
         """An invalidate that began then has been answered."""
@@ -95,13 +110,14 @@ class Oracle:
         return any(
             data == payload(space, key, put.salt, len(data))
             for put in self._puts[space, key]
-            if (not put.removed or put.removed > began) and put.over_at >= at
+            if (not put.removed or put.removed > began or self._may_be_back(began)) and put.over_at >= at
         )
 
     def may_be_stored(self, space: int, key: bytes, began: int, at: float) -> bool:
         """Whether a question that began then (`at` in simulated time) may be told that this key is stored."""
         return any(
-            (not put.removed or put.removed > began) and put.over_at >= at for put in self._puts[space, key]
+            (not put.removed or put.removed > began or self._may_be_back(began)) and put.over_at >= at
+            for put in self._puts[space, key]
         )
 
     def is_forgotten(self, space: int, key: bytes, data: bytes) -> bool:

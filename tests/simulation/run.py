@@ -20,6 +20,7 @@ from kvstore.daemon import composition
 from kvstore.daemon.operator.devices import open_new
 from kvstore.daemon.tenancy.auth import Principal, Role
 from kvstore.errors import ConfigError, TierError
+from kvstore.tiers.nvme.store import GENERATIONS
 from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.types import ALIGN, Tier
 from tests.simulation import audit
@@ -96,6 +97,17 @@ class World:
             self._device_dice = devices
             if devices.random() < 0.75:
                 self.disks[SECOND_DEVICE] = self._new_second(devices)
+        # And for two devices that are away in turn: which, when, and where the power fails.
+        self._turns: random.Random | None = None
+        self._drives = tuple(self.disks.values())
+        self._recorded: dict[Disk, bytes | None] = {}
+        self._committed: set[bytes] = set()
+        self._cut_generation = self._devices_changed = False
+        turns = random.Random(f"turns {seed}")
+        sizes = {disk.extent_bytes for disk in self.disks.values()}
+        # Of one size: the second one is the first one while that is away.
+        if len(self.disks) == 2 and len(sizes) == 1 and turns.random() < 0.8:
+            self._turns = turns
         # And for the pool of GPU memory: whether there is one, who asks for it, when it is lost.
         pools = random.Random(f"hbm {seed}")
         self.gpu = Gpus(pools) if not (plain or one_device) and pools.random() < 0.3 else None
@@ -129,6 +141,11 @@ class World:
         return self._new_disk(SECOND_DEVICE, dice, extents, extent_bytes)
 
     # -- what everybody uses
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether two devices are away in turn."""
+        return self._turns is not None
 
     @property
     def skewed(self) -> bool:
@@ -278,7 +295,8 @@ class World:
         """Whether a room's slots are still its own; if not, whether this run lets its writer go on."""
         if not room.lease or not room._slots.records:
             return True
-        if self.life is not None:
+        # The next daemon may grant the same slots under the same number.
+        if self.life is not None and room.granted_by is self.life:  # type: ignore[attr-defined]
             placement = self.life.daemon.placement
             for number, held in placement.leases.reservations.items():
                 if number_on_connection(number) == room.lease:
@@ -295,12 +313,76 @@ class World:
         self.log(f"daemon {self._lives} starts")
         if not self.setup.second_bytes:
             self._away = self.disks.pop(SECOND_DEVICE, self._away)
+        if self._turns is not None and not self.ending:
+            self._take_turns(self._turns)
         self.life = Life(self.setup, self._lives, self.disks, self.manager, self.net, self.gpu)
         self.counts[self.setup.policy] += 1
         self.counts["with two devices"] += len(self.disks) == 2
         self.counts["with a pool"] += self.gpu is not None
         self.quotas = audit.Quotas()
         self.life.process.call_soon(self._restored)
+        self.life.process.call_soon(self._forgotten)
+
+    def _forgotten(self) -> None:
+        """At the same time: nothing is taken in from a device that another one proves to have been away."""
+        assert self.life is not None
+        for name, disk in self.disks.items():
+            if disk.unseen and not self._lacks_witness(self.disks):
+                tier = self.life.tier_of(name)
+                kept = [who for who, (slots, _) in audit.live(self.life).items() if tier and slots[tier] >= 0]
+                if kept:
+                    self.fail("a device that was away forgets", f"{kept[0]} is restored from {name}")
+                self.counts["a device has forgotten"] += 1
+
+    def _take_turns(self, dice: random.Random) -> None:
+        """Both devices are there, or only one of them, which then is the first one."""
+        first, second = self._drives
+        before = self.disks
+        both, alone = (first, second), ((first,), (second,))
+        # After the one, the other; then, with what they have missed, both.
+        there = both
+        if self._cut_generation:
+            there = tuple(before.values())  # neither may have missed anything
+        elif dice.random() < 0.6 and not (first.unseen and second.unseen):
+            there = dice.choice([each for each in alone if each != tuple(before.values())])
+        self._cut_generation = False
+        self.disks = dict(zip((FIRST_DEVICE, SECOND_DEVICE), there, strict=False))
+        for name, disk in self.disks.items():
+            disk.name = name
+        self._devices_changed = self.disks != before
+        if self._devices_changed:
+            self.log(f"devices that are there: {[self._drives.index(disk) for disk in there]}")
+            # Limits, and what is divided by them, are others now.
+            self._left = None
+            if self._lacks_witness(before):
+                self.manager.forget_all()
+        without_witness = self._lacks_witness(self.disks)
+        self.oracle.starts(without_witness)
+        self.counts["a device is away"] += len(there) == 1
+        self.counts["no device knows what was deleted"] += without_witness
+        self.counts["away in turn"] += len(there) == 2 and all(disk.unseen for disk in there)
+
+    def _lacks_witness(self, disks: dict[str, Disk]) -> bool:
+        """Whether only the device that is away knows of some generation."""
+        return len(disks) == 1 and any(disk.unseen for disk in disks.values())
+
+    def _look_at_generations(self, dice: random.Random) -> None:
+        """Notes what devices that are away do not see. The power may fail after a generation's commit."""
+        for disk in self.disks.values():
+            recorded = disk.tables["meta"].get(GENERATIONS)
+            if recorded == self._recorded.get(disk):
+                continue
+            self._recorded[disk] = recorded
+            disk.unseen.difference_update(disk.history.names)
+            new = set(disk.history.committed) - self._committed
+            self._committed |= new
+            for away in self._drives:
+                if away not in self.disks.values():
+                    away.unseen |= new
+            if self.life is not None and not self.ending and dice.random() < 0.35:
+                self._cut_generation = True
+                self.counts["cut between commits of generations"] += 1
+                self.crash(POWER)
 
     def _restored(self) -> None:
         """Right after the daemon has taken in what was left."""
@@ -320,7 +402,12 @@ class World:
         self.counts["refused"] += life.daemon.placement.view.counters["refused_blocks"]
         handed_over = kind != POWER and not memory_too and self.dice.random() < 0.75
         life.end()
-        self._left = None if self._will_lose_some(life) else audit.Left.of(life, self.disks, handed_over)
+        # A device that has missed something may not have forgotten its blocks yet: it promises none.
+        disks = {name: d for name, d in self.disks.items() if not d.unseen or self._lacks_witness(self.disks)}
+        self._left = None if self._will_lose_some(life) else audit.Left.of(life, disks, handed_over)
+        if self._left is not None and self._devices_changed:
+            # Records beyond the limits that devices have now may not be deleted yet.
+            self._left.keep_known(life)
         for disk in self.disks.values() if kind == POWER else ():
             disk.lose_power()
             disk.stalled_until = 0.0
@@ -371,8 +458,14 @@ class World:
 
     def _audit_disks(self) -> None:
         for disk in self.disks.values() if not self.faults.corrupted else ():
-            self._checked("records prove their slots", audit.records_prove_their_slots, disk)
+            # The second device has a limit of its own: alone, it gets that of the first one.
+            prove = audit.records_prove_their_slots
+            self._checked("records prove their slots", prove, disk, self.takes_turns)
+            if disk.unseen:
+                continue  # it has yet to forget
             for (number, key), record in audit.records(disk).items():
+                if record.extent not in disk.slabs:
+                    continue
                 space = self._space(disk, number)
                 if self.oracle.is_forgotten(space, key, record.payload(disk)):
                     where = f"{key!r} of {SPACES[space]} on {disk.name}"
@@ -411,6 +504,10 @@ class World:
         kinds = (KILL, KILL, KILL, POWER, STOP)
         n = self.dice.choice((0, 1, 1, 2, 3))
         crashes = [(self.dice.randrange(20, steps), self.dice.choice(kinds)) for _ in range(n)]
+        if self._turns is not None:
+            steps += 1500
+            n = self._turns.randint(3, 7)
+            crashes += [(self._turns.randrange(20, steps), self._turns.choice(kinds)) for _ in range(n)]
         crashes.sort(reverse=True)
         moves, losses = self._draw_moves(steps), self._draw_losses(steps)
         while self.loop.steps < steps:
@@ -443,7 +540,7 @@ class World:
     def _draw_moves(self, steps: int) -> list[int]:
         """At which steps the second device comes or leaves, the last one first."""
         dice = self._device_dice
-        if dice is None:
+        if dice is None or self._turns is not None:
             return []
         return sorted((dice.randrange(20, steps) for _ in range(dice.choice((0, 1, 2, 4)))), reverse=True)
 
@@ -455,6 +552,8 @@ class World:
         if not self.loop.step(until):
             self.loop.now = max(self.loop.now, until if until != float("inf") else self.loop.now)
             return self.life is None
+        if self._turns is not None:
+            self._look_at_generations(self._turns)
         if self.life is not None and self.life.stopped:
             self.crash(STOP)
         if self.loop.steps % _AUDIT_EVERY == 0:

@@ -39,6 +39,12 @@ def in_simulation(world: Any) -> Iterator[None]:
             raise ConnectionResetError("noticed in time that the daemon is gone")
         return fill(room, views)  # type: ignore[arg-type]
 
+    begin = Reservation.__init__
+
+    def granted(room: Any, *args: Any, **more: Any) -> None:
+        begin(room, *args, **more)
+        room.granted_by = world.life
+
     def opened(config: Config, name: str, first: NvmeTier | None) -> NvmeTier:
         return world.life.open(config, name)  # type: ignore[no-any-return]
 
@@ -59,6 +65,7 @@ def in_simulation(world: Any) -> Iterator[None]:
         stack.enter_context(mock.patch.object(writes, "_fill", filled))
         for module in (lifecycle, tier_actions):
             stack.enter_context(mock.patch.object(module, "threading", threading))
+        stack.enter_context(mock.patch.object(Reservation, "__init__", granted))
         stack.enter_context(mock.patch.object(devices, "_open", opened))
         stack.enter_context(mock.patch.object(devices, "_check_empty", return_value=None))
         for module in (devices, resizing):

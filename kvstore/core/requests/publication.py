@@ -79,8 +79,9 @@ class Publication(Job):
 
         Readers of other tenants that wait get a miss, because they may not map the new pool.
         """
-        self._reads.arrived(self._copies.cancel_promotions(namespace.number))
+        # First: the end of a promotion would grant them what is already in the earlier pool.
         self._reads.end(namespace, but=namespace.tenant)
+        self._reads.arrived(self._copies.cancel_promotions(namespace.number))
         self._relocations[namespace.number] = _Relocation(namespace, now)
         self._step(now)
 

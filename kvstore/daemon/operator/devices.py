@@ -168,7 +168,7 @@ class Devices:
             self._core.handle(ev.RemoveDevice(tier.number))
         for name, device in opened.items():
             self._tiers.add(name, device)
-            device.journal.put_generation(self._durability.generation)
+            device.journal.put_generations(self._durability.history)
             for pool in self._tiers.pools.values():
                 pool.watch(device.engine)
             self._catalog.record_all([device])

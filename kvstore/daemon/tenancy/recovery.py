@@ -23,6 +23,7 @@ from kvstore.daemon.tenancy.catalog import NamespaceCatalog
 from kvstore.daemon.tenancy.namespaces import Domains, Namespaces
 from kvstore.daemon.tenancy.quotas import TenantQuotas
 from kvstore.tiers.dram import DramTier, Inherited
+from kvstore.tiers.nvme.generations import resolve
 from kvstore.tiers.nvme.journal import Namespace
 from kvstore.tiers.nvme.tier import NvmeTier
 
@@ -48,19 +49,20 @@ class Recovery:
         """Restores all devices, and records all namespaces on each.
 
         A device that was absent while blocks were invalidated may still have these. All of its blocks are
-        forgotten.
+        forgotten (see `kvstore.tiers.nvme.generations`).
         """
         devices = self._tiers.devices
-        generation = max(device.journal.generation for device in devices.values())
-        self._durability.generation = generation
-        for tier, (name, device) in enumerate(devices.items(), DRAM + 1):
-            current = device.journal.generation == generation
+        histories = [device.journal.history for device in devices.values()]
+        resolution = resolve(histories, self._durability.new_name())
+        self._durability.history = resolution.history
+        found = zip(devices.items(), resolution.current, strict=True)
+        for tier, ((name, device), current) in enumerate(found, DRAM + 1):
             if not current:
                 _log.warning("%s was absent while blocks were invalidated: it starts empty", name)
             self._restore_device(tier, device, current)
             if not current:
                 # Only now: after a crash before this, the device must still count as absent.
-                device.journal.put_generation(generation)
+                device.journal.put_generations(resolution.history)
         if len(devices) > 1:
             self._catalog.record_all(devices.values())
 

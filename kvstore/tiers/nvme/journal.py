@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TypeAlias
 
 from kvstore.errors import MisuseError, TierError
+from kvstore.tiers.nvme.generations import History
 from kvstore.tiers.nvme.records import ID, Blocks, RecordBatch
 from kvstore.tiers.nvme.store import (
-    GENERATION,
-    NUMBER,
+    GENERATIONS,
     TABLES,
     Changes,
     Loaded,
@@ -56,14 +56,14 @@ class _Change:
 class Journal:
     """The records of one folder, locked against other daemons. Any thread may call.
 
-    `extent_bytes` is the size that the folder was made with. `generation` is the one on record at opening;
-    `problems` are those found then.
+    `extent_bytes` is the size that the folder was made with. `history` has the generations on record at
+    opening; `problems` are those found then.
     """
 
     def __init__(self, folder: Path, store: RecordStore, wake: Callable[[], None] | None = None) -> None:
         """Starts the writer thread. With `wake`, which is called for new work, the caller runs `step`."""
         self.extent_bytes = store.extent_bytes
-        self.generation = store.generation
+        self.history = store.history
         self.problems = store.problems
         self._folder = folder
         self._store = store
@@ -82,9 +82,9 @@ class Journal:
         """Locks the folder, made if absent, and opens its records. Errors: see `RecordStore`."""
         return cls(folder, RecordStore(folder, extent_bytes, map_bytes))
 
-    def put_generation(self, generation: int) -> None:
-        """Records a generation, no later than any later put."""
-        self._change("meta", {GENERATION: NUMBER.pack(generation)})
+    def put_generations(self, history: History) -> None:
+        """Records the history of generations, after all earlier changes, no later than any later put."""
+        self._change("meta", {GENERATIONS: history.pack()})
 
     def load(self) -> Loaded:
         """Returns all durable records. Blocks writes for about 1 s a million records."""

@@ -2,7 +2,7 @@
 
 Tables, with ids as u32 big-endian and numbers as u64 little-endian:
 
-    meta          "format", "extent_bytes" -> number
+    meta          "format", "extent_bytes" -> number; "generations" -> history (`generations.py`)
     namespaces    id -> MessagePack [tenant, layout map, fingerprint, encrypted, readers, TTL (s)]
     extents       id -> slot bytes | name of the tenant in UTF-8
     blocks        namespace id, key -> record (`records.py`)
@@ -34,6 +34,8 @@ import msgpack
 
 from kvstore.errors import TierError
 from kvstore.tiers.base import DEFAULT_TENANT
+from kvstore.tiers.nvme import generations
+from kvstore.tiers.nvme.generations import History
 from kvstore.tiers.nvme.records import ID, Blocks, unpack
 from kvstore.types import ENCRYPTION_BYTES
 
@@ -41,16 +43,20 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-FORMAT = 3
+FORMAT = 4
 """The format of everything in the tier's folder."""
 
-_READ_FORMATS = (2, FORMAT)
-"""Formats that a daemon reads. Format 2 has one tenant and no names of tenants in extents."""
+_READ_FORMATS = (2, 3, FORMAT)
+"""Formats that a daemon reads. Formats 2 and 3 have one generation, a number.
+
+Format 2 has one tenant and no names of tenants in extents.
+"""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _LOCK_FILE_BYTES = 8192  # of LMDB, for 126 readers
 
-GENERATION = b"generation"
+GENERATIONS = b"generations"
+_GENERATION_NUMBER = b"generation"
 NUMBER = struct.Struct("<Q")
 TABLES = ("meta", "namespaces", "extents", "blocks")
 
@@ -105,7 +111,7 @@ class RecordStore:
         """Makes the folder if absent, locks it and opens `folder`/records.
 
         A new folder keeps `extent_bytes` as its extent size; the attribute has the folder's size,
-        `generation` the last recorded one. `map_bytes` is address space, and grows. Records that LMDB
+        `history` the generations on record. `map_bytes` is address space, and grows. Records that LMDB
         cannot read are moved aside and reported in `problems`. With `extent_bytes` None nothing is made or
         moved, and the folder must have readable records. TierError names a folder in use, not writable or
         of another format.
@@ -130,10 +136,8 @@ class RecordStore:
                 held.callback(self._env.close)
                 self._tables = {name: self._env.open_db(name.encode()) for name in TABLES}
                 self.extent_bytes = self._sign(extent_bytes)
-                with self._env.begin() as txn:
-                    found = txn.get(GENERATION, db=self._tables["meta"])
-                self.generation = 0 if found is None else _number(found)
-            except (lmdb.Error, OSError) as error:
+                self.history = self._history()
+            except (lmdb.Error, OSError, ValueError, struct.error) as error:
                 raise _unusable(folder, error) from error
             self._held = held.pop_all()
 
@@ -200,12 +204,25 @@ class RecordStore:
             return extent_bytes
         if _number(found) not in _READ_FORMATS:
             raise TierError(
-                f"{self._folder} holds format {_number(found)}, this daemon reads 2 and {FORMAT}",
+                f"{self._folder} holds format {_number(found)}, this daemon reads 2 to {FORMAT}",
                 "run the version that wrote it, or move the folder away to start empty",
             )
         if _number(found) != FORMAT and extent_bytes is not None:
-            self.commit({"meta": {b"format": NUMBER.pack(FORMAT)}})
+            history: dict[bytes, bytes | None] = {
+                GENERATIONS: self._history().pack(),
+                _GENERATION_NUMBER: None,
+            }
+            self.commit({"meta": {b"format": NUMBER.pack(FORMAT), **history}})
         return _number(signed)
+
+    def _history(self) -> History:
+        """Returns the generations on record, of this format or an earlier one. ValueError if damaged."""
+        with self._env.begin() as txn:
+            found = txn.get(GENERATIONS, db=self._tables["meta"])
+            number = txn.get(_GENERATION_NUMBER, db=self._tables["meta"])
+        if found is not None:
+            return generations.unpack(found)
+        return generations.from_number(_number(number)) if number is not None else History()
 
 
 def pack_extent(slot_bytes: int, tenant: str) -> bytes:

@@ -539,6 +539,25 @@ def test_waiting_readers_are_answered_when_a_publication_ends() -> None:
     w.settle()
 
 
+def test_waiting_readers_are_told_of_no_slot_in_memory_that_they_may_no_longer_map() -> None:
+    w = world((A,), (B,), dram=1, nvme=8)
+    w.publish(A, SHARED)
+    keys = fill(w, A, 8)
+    w.pass_time(1)
+    r = w.p.residency
+    there = {key: bool(r.blocks.slot[0, r.index.find_one(A, key)] >= 0) for key in keys}
+    warm, cold = max(keys, key=there.__getitem__), min(keys, key=there.__getitem__)
+    assert there[warm]
+    assert not there[cold]
+    assert w.acquire(1, A, [warm, cold], 5.0, tenant=B) is None
+    theirs = w.last_request
+    w.publish(A, A)
+    answer = w.answers[theirs]
+    assert isinstance(answer, ac.Grant)
+    assert not len(answer.where), "the promotion that it waited for ended first"
+    w.settle()
+
+
 def test_stalled_requests_of_readers_end_too() -> None:
     w = world((A,), (B,), dram=1, nvme=8)
     w.publish(A, SHARED)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import pytest
 
 from kvstore import Client
@@ -296,6 +297,68 @@ def test_blocks_deleted_while_a_device_was_absent_are_not_restored(second: Path,
             assert used(client)["nvme1"] > MIB, "what came after it is kept"
         else:
             assert stored(ns, keys[:-50]) == N - 50
+
+
+def test_devices_that_were_absent_in_turn_restore_no_deleted_block(second: Path, tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    settings = both(second)
+    settings["nvme"]["path"] = first
+    with LocalDaemon(settings) as daemon, Client(daemon.url, strict=True, deadline_s=10) as client:
+        file = daemon.folder / "kvstore.toml"
+        two, layout, keys = file.read_text(), new_layout(), names(N)
+
+        def starts(config: str) -> Any:
+            daemon.stop()
+            file.write_text(config)
+            daemon.start()
+            return client.namespace(layout)
+
+        store(client.namespace(layout), keys)
+        eventually(lambda: idle(client.status()))
+        alone = "".join(line for line in two.splitlines(True) if "nvme1" not in line)
+        x, y = keys[: N // 2], keys[N // 2 :]
+        for path, deleted in ((first, x), (second, y)):
+            ns = starts(alone.replace(str(first), str(path)))
+            for part in (x, y) if path == first else ():
+                assert 0 < sum(ns.contains(part)) < len(part), "each device has a part of both"
+            ns.invalidate(deleted)
+            assert not any(ns.contains(deleted))
+        ns = starts(two)
+        assert not any(ns.contains(x)), "the second device was absent when these were deleted"
+        assert not any(ns.contains(y)), "the first device was absent when these were deleted"
+
+
+def to_format_3(folder: Path, generation: int) -> None:
+    """Rewrites the records as the version before wrote them: the generation is a number."""
+    with lmdb.open(str(folder / "records"), max_dbs=8) as env, env.begin(write=True) as txn:
+        meta = env.open_db(b"meta", txn, create=False)
+        assert int.from_bytes(txn.get(b"format", db=meta), "little") == 4
+        assert txn.delete(b"generations", db=meta)
+        for key, number in ((b"format", 3), (b"generation", generation)):
+            txn.put(key, number.to_bytes(8, "little"), db=meta)
+
+
+@pytest.mark.parametrize("generation", [6, 7])
+def test_devices_of_the_format_before_keep_their_blocks_if_they_missed_no_deletion(
+    second: Path, generation: int
+) -> None:
+    with LocalDaemon(both(second)) as daemon, Client(daemon.url, strict=True, deadline_s=10) as client:
+        layout, keys = new_layout(), names(N)
+        store(client.namespace(layout), keys)
+        eventually(lambda: idle(client.status()))
+        assert client.namespace(layout).invalidate(keys[-50:]) == 50
+        daemon.stop()
+        to_format_3(daemon.folder / "nvme", 7)
+        to_format_3(second, generation)
+        for _ in range(2):
+            daemon.start()
+            ns = client.namespace(layout)
+            assert got(ns, keys[-50:]) == 0
+            found = stored(ns, keys[:-50])
+            assert found == N - 50 if generation == 7 else 0 < found < N - 50
+            # The second start reads the history that the first one has converted.
+            ns.invalidate(keys[-50:])
+            daemon.stop()
 
 
 def test_a_device_of_another_node_brings_no_block_into_another_namespace(

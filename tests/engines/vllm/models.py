@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.engines.vllm.engine import VOCABULARY
@@ -29,6 +29,36 @@ def make_model(folder: Path, seed: int = 0, **config: Any) -> Path:
         "eos_token_id": 2,
     }
     LlamaForCausalLM(LlamaConfig(**small | config)).to(torch.float32).save_pretrained(folder)
+    return folder
+
+
+def make_eagle(folder: Path, target: Path) -> Path:
+    """An EAGLE head for a Llama of `make_model`: it drafts the target's last token again, more or less.
+
+    Its layer is random and small, so that its KV decides some drafts.
+    """
+    folder.mkdir(exist_ok=True)
+    torch.manual_seed(1)
+    config = json.loads((target / "config.json").read_text())
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    attention = {f"self_attn.{name}_proj": (hidden, hidden) for name in "qkvo"}
+    feed_forward = {
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    tensors = {
+        f"layers.0.{name}.weight": torch.randn(shape) * (0.3 if name[-6] in "qk" else 0.06)
+        for name, shape in (attention | feed_forward).items()
+    }
+    tensors["layers.0.post_attention_layernorm.weight"] = torch.ones(hidden)
+    tensors["embed_tokens.weight"] = load_file(target / "model.safetensors")[
+        "model.embed_tokens.weight"
+    ].clone()
+    # Of the next token and the target's output, the latter.
+    tensors["fc.weight"] = torch.cat((torch.zeros(hidden, hidden), torch.eye(hidden)), 1)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
     return folder
 
 

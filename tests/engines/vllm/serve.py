@@ -139,6 +139,21 @@ class Served:
         [metric] = [m for m in self.llm.get_metrics() if m.name == "vllm:num_preemptions"]
         return metric.value
 
+    def accepted(self) -> int:
+        """How many tokens of drafts were accepted so far."""
+        [metric] = [m for m in self.llm.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens"]
+        return metric.value
+
+    def drafts(self, group: int) -> list[bool]:
+        """Which layers of a group are a draft's, in the order of a stored block."""
+        layers = sorted(self.worker._groups[group].layers)
+        target = self.core.vllm_config.model_config.hf_config.get_text_config().num_hidden_layers
+        numbers = [int(name.split(".layers.")[1].split(".")[0]) for name in layers]
+        return [
+            name.startswith("draft_model.") or number >= target
+            for name, number in zip(layers, numbers, strict=True)
+        ]
+
     def failures(self) -> dict[str, int]:
         """Failed hooks, of both halves."""
         if not has_kv_transfer_group():
@@ -149,6 +164,10 @@ class Served:
         """What the connector's blocks of a group look like."""
         return self.worker._worker.layouts[group].to_map()
 
+    def page_digests(self) -> list[list[str]]:
+        """For each worker, see `PageDigests`, which must be the engine's `worker_extension_cls`."""
+        return self.llm.collective_rpc("page_digests")
+
     def num_blocks(self) -> int:
         """The number of KV blocks of the engine."""
         return self.core.scheduler.kv_cache_config.num_blocks
@@ -156,6 +175,16 @@ class Served:
     def groups(self) -> int:
         """The number of groups of layers."""
         return len(self.core.scheduler.kv_cache_config.kv_cache_groups)
+
+    def kv_cache_config(self) -> dict[str, Any]:
+        """How the engine lays out its KV: layers and kind of each group, alignment, bytes of a block."""
+        config = self.core.scheduler.kv_cache_config
+        return {
+            "groups": [[list(each.layer_names), repr(each.kv_cache_spec)] for each in config.kv_cache_groups],
+            "alignment_tokens": config.cache_hit_alignment_tokens,
+            "page_bytes": config.kv_cache_tensors[0].size // config.num_blocks,
+            "blocks": config.num_blocks,
+        }
 
     def keys(self, prompt: list[int], group: int = 0) -> list[str]:
         """The keys under which a prompt's blocks of a group are stored, in hex."""

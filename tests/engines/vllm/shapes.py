@@ -96,6 +96,8 @@ SHAPES = {
             "v_head_dim": 128,
             "n_routed_experts": 4,
             "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 64,
             "first_k_dense_replace": 1,
@@ -117,6 +119,21 @@ SHAPES = {
             "layer_types": ["linear_attention", "full_attention"] * 2,
         },
         {"dtype": "bfloat16"},
+    ),
+    "predicts two tokens": Shape(
+        "Glm4Moe",
+        {
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "first_k_dense_replace": 1,
+            "num_nextn_predict_layers": 1,
+        },
+        # transformers does not save the weights of the layer that predicts the second token.
+        {"load_format": "dummy"},
     ),
     "long rope": Shape(
         "Phi3",

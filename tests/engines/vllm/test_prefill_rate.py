@@ -123,8 +123,8 @@ def test_tokens_behind_a_long_context_take_longer() -> None:
 # -- budgets
 
 
-def layout(nbytes: int) -> Layout:
-    return Layout("m", nbytes, block_tokens=16)
+def layout(nbytes: int, shard: str = "0/2") -> Layout:
+    return Layout("m", nbytes, block_tokens=16, shard=shard)
 
 
 FULL = Group(0, ("a",), 16, 1, 1)
@@ -136,9 +136,9 @@ STATE = Group(1, ("b",), 16, 1, 1, state=True)
     ("groups", "layouts"),
     [
         ([FULL], [[layout(4096)]]),
-        ([FULL], [[layout(4096)], [layout(4096)]]),
+        ([FULL], [[layout(4096)], [layout(4096, "1/2")]]),
         ([FULL, WINDOW], [[layout(4096), layout(8192)]]),
-        ([FULL, STATE], [[layout(4096), layout(1 << 20)], [layout(4096), layout(1 << 20)]]),
+        ([FULL, STATE], [[layout(4096), layout(1 << 20)], [layout(4096, "1/2"), layout(1 << 20, "1/2")]]),
     ],
     ids=["one", "shards", "window", "state"],
 )
@@ -161,6 +161,11 @@ def test_without_a_speed_or_blocks_there_is_no_budget() -> None:
     made = budget(0.0, [FULL], [[layout(4096)]], 0, 1600)
     assert made is not None
     assert made.block_s(layout(4096)) > 0, "0 would be unknown to the daemon"
+
+
+def test_workers_with_the_same_blocks_load_them_once() -> None:
+    alone, twice = (budget(2.0, [FULL], [[layout(4096)]] * n, 0, 1600) for n in (1, 2))
+    assert alone == twice
 
 
 def test_a_load_is_given_up_after_twice_the_computing_time() -> None:

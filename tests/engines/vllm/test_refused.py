@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
+    SparseCacheRole,
 )
 
 from kvstore.errors import ConfigError
@@ -35,6 +36,7 @@ def engine(**changes: dict[str, Any]) -> SimpleNamespace:
             "decode_context_parallel_size": 1,
             "prefill_context_parallel_size": 1,
             "pipeline_parallel_size": 1,
+            "tensor_parallel_size": 1,
         },
         "kv_transfer_config": {"is_kv_consumer": True, "kv_load_failure_policy": "recompute"},
         "scheduler_config": {"long_prefill_token_threshold": 0, "async_scheduling": True},
@@ -49,8 +51,18 @@ def engine(**changes: dict[str, Any]) -> SimpleNamespace:
     return SimpleNamespace(**made, speculative_config=changes.get("speculative_config"))
 
 
-def draft(method: str) -> Any:
-    return SimpleNamespace(method=method, use_ngram=lambda: method == "ngram")
+def draft(method: str, several: bool = False, **more: Any) -> Any:
+    return SimpleNamespace(
+        **{
+            "method": method,
+            "uses_draft_kv_cache": lambda: method not in ("ngram", "medusa"),
+            "use_multi_module_mtp": lambda: several,
+            "parallel_drafting": False,
+            "use_heterogeneous_vocab": False,
+            "draft_parallel_config": SimpleNamespace(tensor_parallel_size=1),
+        }
+        | more
+    )
 
 
 def groups(*specs: Any, **more: Any) -> SimpleNamespace:
@@ -70,7 +82,13 @@ def state(**more: Any) -> MambaSpec:
 CHUNKS = ChunkedLocalAttentionSpec(**SIZES, attention_chunk_size=64)
 
 
-@pytest.mark.parametrize("config", [engine(), engine(speculative_config=draft("ngram"))])
+@pytest.mark.parametrize(
+    "config",
+    [
+        engine(),
+        *(engine(speculative_config=draft(each)) for each in ("ngram", "eagle", "eagle3", "draft_model")),
+    ],
+)
 def test_served_engines_pass(config: Any) -> None:
     check_engine(config, groups(FULL), ConnectorSettings())
 
@@ -87,7 +105,18 @@ def test_served_engines_pass(config: Any) -> None:
             "prefill_context_parallel_size is 4 .*context parallelism",
         ),
         (engine(cache_config={"calculate_kv_scales": True}), "calculate_kv_scales is on.*checkpoint"),
-        (engine(speculative_config=draft("eagle")), "speculative decoding by 'eagle' keeps .*n-gram"),
+        (engine(speculative_config=draft("dflash")), "decoding by 'dflash' is not served .*ngram.*eagle"),
+        (engine(speculative_config=draft("medusa")), "decoding by 'medusa' is not served"),
+        (engine(speculative_config=draft("mtp", True)), "'mtp' has several layers.*num_speculative_tokens"),
+        (engine(speculative_config=draft("eagle", parallel_drafting=True)), "has parallel_drafting True"),
+        (
+            engine(speculative_config=draft("draft_model", use_heterogeneous_vocab=True)),
+            "has use_heterogeneous_vocab True",
+        ),
+        (
+            engine(parallel_config={"tensor_parallel_size": 2}, speculative_config=draft("eagle3")),
+            "the draft has another tensor parallelism.*draft_tensor_parallel_size to 2",
+        ),
         (engine(model_config={"is_encoder_decoder": True}), "'some-model' has an encoder.*decoder alone"),
         (engine(model_config={"runner_type": "pooling"}), "'some-model' has a pooler.*that write text"),
     ],
@@ -105,7 +134,11 @@ class OwnSpec(FullAttentionSpec):
     ("specs", "why"),
     [
         ([], "has no KV cache .*leave out the connector"),
-        ([MLAAttentionSpec(**SIZES)], "of kind MLAAttentionSpec.*VLLM_MLA_DISABLE=1"),
+        ([MLAAttentionSpec(**SIZES, cache_dtype_str="fp8_ds_mla")], "cache_dtype_str 'fp8_ds_mla'.*'auto'"),
+        (
+            [MLAAttentionSpec(**SIZES, cache_dtype_str="auto", cache_role=SparseCacheRole.INDEXER)],
+            "cache_role <SparseCacheRole.INDEXER.*only",
+        ),
         ([FULL, state(mamba_cache_mode="none")], "mamba_cache_mode 'none'.*only 'align'"),
         ([FULL, state(num_speculative_blocks=1)], "num_speculative_blocks 1.*only 0"),
         ([FULL, state(num_prefill_checkpoint_blocks=1)], "num_prefill_checkpoint_blocks 1.*only 0"),
@@ -126,7 +159,6 @@ def test_only_exactly_restored_kinds_of_kv_cache_are_served(specs: list[Any], wh
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        ({"is_eagle_group": True}, "is_eagle_group True.*only False"),
         ({"enable_kv_transfer": False}, "enable_kv_transfer False.*only True"),
         ({"host_resident": True}, "host_resident True.*only False"),
     ],
@@ -144,6 +176,14 @@ def test_windows_are_loaded_asynchronously_in_blocks_of_the_engine(specs: list[A
     config = engine(scheduler_config={"async_scheduling": False})
     with pytest.raises(ConfigError, match=r"load is 'sync', and .*cannot be told.*use async loads"):
         check_engine(config, groups(*specs), ConnectorSettings(load="sync"))
+
+
+@pytest.mark.parametrize("other", [CHUNKS, state()])
+def test_drafts_are_served_with_attention_that_a_test_covers(other: Any) -> None:
+    config = engine(speculative_config=draft("eagle"))
+    check_engine(config, groups(FULL, WINDOW), ConnectorSettings())
+    with pytest.raises(ConfigError, match=r"'eagle', and .* a group of kind .*full attention and sliding"):
+        check_engine(config, groups(FULL, other), ConnectorSettings())
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,6 @@ def test_hits_change_nothing(
 @pytest.mark.parametrize(
     ("name", "block_tokens", "why"),
     [
-        ("latent", 128, "of kind MLAAttentionSpec.*VLLM_MLA_DISABLE=1"),
         ("bidirectional", 128, "has a pooler.*leave out the connector"),
     ],
 )

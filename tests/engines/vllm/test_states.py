@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from kvstore import Client, Layout
+from kvstore import Client
 from kvstore.lab.local_daemon import LocalDaemon
 from tests.daemons import eventually
 from tests.engines.vllm.engine import Engine, cached, connector, prompt, said
 from tests.engines.vllm.shapes import SHAPES
+from tests.engines.vllm.stored import blocks_of, replace_payloads
 from tests.engines.vllm.test_load import mixed
 
 DRAM_ONLY = {"dram": {"limit": "256MiB", "huge_pages": False}, "scrub": {"rate": 0}}
@@ -81,13 +81,6 @@ def test_a_conversation_goes_on_near_the_end_of_its_answer(alone: Engine, statef
     assert stateful("failures") == {}
 
 
-def blocks_of(engine: Engine, client: Client, asked: list[int], group: int) -> tuple[list[bytes], Any]:
-    """The keys of a prompt's stored blocks of a group, and their namespace."""
-    namespace = client.namespace(Layout(**engine("layout", group=group)))
-    keys = [bytes.fromhex(key) for key in engine("keys", prompt=asked, group=group)]
-    return [key for key, there in zip(keys, namespace.contains(keys), strict=True) if there], namespace
-
-
 def test_a_lost_state_shortens_the_prefix(alone: Engine, stateful: Engine, own: LocalDaemon) -> None:
     """The state at the end of the prompt is evicted, the one before it, where prompts part, is not."""
     asked = FIRST[:900] + prompt(720, 500)
@@ -113,15 +106,7 @@ def test_the_answers_come_from_the_stored_states(alone: Engine, stateful: Engine
     expected = said(alone.generate([asked]))
     stateful.fresh([asked])
     for zero in (False, True):
-        with Client(own.url, deadline_s=10.0) as client:
-            for group in range(stateful("groups")):
-                keys, ns = blocks_of(stateful, client, asked, group)
-                payloads = np.empty((len(keys), ns.layout.block_bytes), np.uint8)
-                assert ns.get(keys, payloads) == len(keys) > 0
-                ns.invalidate(keys)
-                if zero:
-                    payloads[:] = 0
-                assert ns.put(keys, payloads).stored == len(keys)
+        replace_payloads(stateful, own.url, asked, zero)
         answers = stateful.fresh([asked])
         assert cached(answers)[0] > 0
         assert (said(answers) == expected) is not zero

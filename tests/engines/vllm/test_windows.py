@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore import Client, Layout
+from kvstore import Client
 from kvstore.lab.local_daemon import LocalDaemon
 from tests.daemons import eventually
 from tests.engines.vllm.engine import Engine, cached, connector, full_blocks, prompt, said
 from tests.engines.vllm.shapes import SHAPES
+from tests.engines.vllm.stored import blocks_of, replace_payloads
 from tests.engines.vllm.test_load import mixed
 
 DRAM_ONLY = {"dram": {"limit": "64MiB", "huge_pages": False}, "scrub": {"rate": 0}}
@@ -103,27 +104,6 @@ def test_aborted_requests_leave_no_page_behind(windowed: Engine, steps: int) -> 
     windowed.generate(prompts, max_tokens=40, abort_after=steps)
     eventually(lambda: windowed("reset"))
     assert windowed("failures") == {}
-
-
-def blocks_of(engine: Engine, client: Client, asked: list[int], group: int) -> tuple[list[bytes], object]:
-    """The keys of a prompt's stored blocks of a group, and their namespace."""
-    namespace = client.namespace(Layout(**engine("layout", group=group)))
-    keys = [bytes.fromhex(key) for key in engine("keys", prompt=asked, group=group)]
-    return [key for key, there in zip(keys, namespace.contains(keys), strict=True) if there], namespace
-
-
-def replace_payloads(engine: Engine, url: str, asked: list[int], zero: bool) -> None:
-    """Stores a prompt's blocks of all groups again: the same bytes, or zeros."""
-    with Client(url, deadline_s=10.0) as client:
-        for group in range(GROUPS):
-            keys, ns = blocks_of(engine, client, asked, group)
-            assert keys
-            payloads = np.empty((len(keys), ns.layout.block_bytes), np.uint8)
-            assert ns.get(keys, payloads) == len(keys)
-            ns.invalidate(keys)
-            if zero:
-                payloads[:] = 0
-            assert ns.put(keys, payloads).stored == len(keys)
 
 
 def test_the_answers_come_from_the_stored_bytes(alone: Engine, windowed: Engine, own: LocalDaemon) -> None:

@@ -20,8 +20,9 @@ import pytest
 import kvstore
 from kvstore.errors import MisuseError, TierError
 from kvstore.tiers.nvme import journal as journal_module
+from kvstore.tiers.nvme.generations import History, resolve
 from kvstore.tiers.nvme.journal import Blocks, Journal, Namespace, RecordBatch
-from kvstore.tiers.nvme.store import RecordStore
+from kvstore.tiers.nvme.store import FORMAT, RecordStore
 from tests.tiers.nvme.disks import KINDS, small_disk
 
 WAIT_S = 30.0
@@ -98,10 +99,14 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
     made.close()
 
 
-def sign(folder: Path, number: int, extents: dict[int, bytes] | None = None) -> None:
-    """Makes it a folder of another format, with such values in its table of extents."""
+def sign(
+    folder: Path, number: int, extents: dict[int, bytes] | None = None, generation: int | None = None
+) -> None:
+    """Makes it a folder of another format, with such values in its table of extents, and a generation."""
     with lmdb.open(str(folder / "records"), max_dbs=4) as env, env.begin(write=True) as txn:
         txn.put(b"format", number.to_bytes(8, "little"), db=env.open_db(b"meta", txn))
+        if generation is not None:
+            txn.put(b"generation", generation.to_bytes(8, "little"), db=env.open_db(b"meta", txn))
         for extent, value in (extents or {}).items():
             txn.put(extent.to_bytes(4, "big"), value, db=env.open_db(b"extents", txn))
 
@@ -432,14 +437,14 @@ class TestOpening:
         with lmdb.open(str(tmp_path / "records"), max_dbs=4) as env, env.begin(write=True) as txn:
             txn.put(b"format", (99).to_bytes(8, "little"), db=env.open_db(b"meta", txn))
         for _ in range(2):
-            with pytest.raises(TierError, match=f"{tmp_path} holds format 99, this daemon reads 2 and 3"):
+            with pytest.raises(TierError, match=f"{tmp_path} holds format 99, this daemon reads 2 to 4"):
                 Journal.open(tmp_path, MIB)
 
-    @pytest.mark.parametrize("number", [1, 4])
+    @pytest.mark.parametrize("number", [1, 5])
     def test_formats_before_and_after_are_refused(self, tmp_path: Path, number: int) -> None:
         Journal.open(tmp_path, MIB).close()
         sign(tmp_path, number)
-        with pytest.raises(TierError, match=f"holds format {number}, this daemon reads 2 and 3"):
+        with pytest.raises(TierError, match=f"holds format {number}, this daemon reads 2 to 4"):
             Journal.open(tmp_path, MIB)
 
     def test_the_format_before_is_read_as_the_default_tenants_and_signed_anew(self, tmp_path: Path) -> None:
@@ -453,14 +458,53 @@ class TestOpening:
             loaded = journal.load()
             assert (loaded.extents, loaded.owners) == ({4: 65536}, {4: "default"})
             journal.close()
-            assert signed(tmp_path) == 3
+            assert signed(tmp_path) == FORMAT
+
+    def test_the_generation_of_an_earlier_format_is_taken_over_once(self, tmp_path: Path) -> None:
+        older, newer = tmp_path / "older", tmp_path / "newer"
+        for folder, generation in ((older, 2), (newer, 3)):
+            Journal.open(folder, MIB).close()
+            sign(folder, 3, generation=generation)
+            with closing(RecordStore(folder, None, MIB)) as looked_at:
+                assert len(looked_at.history.committed) == generation
+            assert signed(folder) == 3, "looking changes nothing"
+        found = []
+        for _ in range(2):
+            for folder in (older, newer):
+                journal = Journal.open(folder, MIB)
+                found.append(journal.history)
+                journal.close()
+                assert signed(folder) == FORMAT, "an earlier daemon refuses it"
+                with lmdb.open(str(folder / "records"), max_dbs=4) as env, env.begin() as txn:
+                    assert txn.get(b"generation", db=env.open_db(b"meta", txn, create=False)) is None
+        assert found[:2] == found[2:]
+        assert resolve(found[:2], b"n" * 16).current == (False, True)
+        assert resolve([found[1], History()], b"n" * 16).current == (True, False)
+
+    def test_generations_survive_a_restart(self, tmp_path: Path) -> None:
+        journal = Journal.open(tmp_path, MIB)
+        assert journal.history == History()
+        history = History((b"a" * 16, b"b" * 16), (b"c" * 16,))
+        journal.put_generations(history)
+        journal.close()
+        journal = Journal.open(tmp_path, MIB)
+        assert journal.history == history
+        journal.close()
+
+    def test_damaged_generations_are_refused(self, tmp_path: Path) -> None:
+        Journal.open(tmp_path, MIB).close()
+        with lmdb.open(str(tmp_path / "records"), max_dbs=4) as env, env.begin(write=True) as txn:
+            txn.put(b"generations", b"half a name", db=env.open_db(b"meta", txn))
+        with pytest.raises(TierError, match=r"history of generations .* makes no sense") as refused:
+            Journal.open(tmp_path, MIB)
+        assert refused.value.hint == "move the folder away to start empty"
 
     def test_owners_of_extents_survive_a_restart(self, tmp_path: Path) -> None:
         journal = Journal.open(tmp_path, MIB)
         for extent, tenant in enumerate(["default", "team-ä", "x" * 200]):
             journal.put_extent(extent, 4096, tenant)
         journal.close()
-        sign(tmp_path, 3, {7: b"short", 8: (4096).to_bytes(8, "little") + b"\xff"})
+        sign(tmp_path, FORMAT, {7: b"short", 8: (4096).to_bytes(8, "little") + b"\xff"})
         journal = Journal.open(tmp_path, MIB)
         loaded = journal.load()
         journal.close()

@@ -1,0 +1,151 @@
+"""Speculative decoding with a draft that has KV: hits change no token, and as many drafts are accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from kvstore import Client, Layout
+from kvstore.lab.local_daemon import LocalDaemon
+from tests.engines.vllm.engine import BLOCK_TOKENS, Engine, cached, connector, full_blocks, prompt, said
+from tests.engines.vllm.models import make_eagle, make_model
+from tests.engines.vllm.shapes import SHAPES
+from tests.engines.vllm.stored import blocks_of
+
+ASKED = prompt(860, 300)
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """A model with a draft. `dropped`: tokens that vLLM drops at the end of a hit.
+
+    `depends`: what the draft says depends on its KV of the prompt.
+    """
+
+    model: Path
+    options: dict[str, Any]
+    dropped: int = 0
+    depends: bool = True
+
+
+def drafted(model: Path, method: str, draft: Path, dropped: int = 0, **options: Any) -> Drafted:
+    speculative = {"method": method, "model": str(draft), "num_speculative_tokens": 3}
+    return Drafted(model, {"max_model_len": 1024, "speculative_config": speculative, **options}, dropped)
+
+
+@pytest.fixture(scope="module", params=["draft model", "eagle", "mtp", "draft model with windows"])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
+    folder = tmp_path_factory.mktemp("drafts")
+    if request.param == "eagle":
+        # Small weights repeat a token, which this draft expects.
+        model = make_model(folder / "model", initializer_range=0.02)
+        return drafted(model, "eagle", make_eagle(folder / "head", model), BLOCK_TOKENS)
+    if request.param == "draft model":
+        # A draft that is a copy of the model is always right, if its KV is.
+        return drafted(
+            make_model(folder / "model", initializer_range=0.06),
+            "draft_model",
+            make_model(folder / "copy", initializer_range=0.06),
+        )
+    if request.param == "mtp":
+        shape = SHAPES["predicts two tokens"]
+        saved = shape.save(folder / "model")
+        case = drafted(saved, "mtp", saved, BLOCK_TOKENS, **shape.engine)
+        case.options["speculative_config"]["num_speculative_tokens"] = 1
+        return replace(case, depends=False)
+    shape = SHAPES["sinks"]
+    # vLLM wants all layers of a draft in one group. Small weights make the first layers decide.
+    model = shape.config | {"initializer_range": 0.02}
+    draft = model | {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    saved = replace(shape, config=model).save(folder / "model")
+    small = like(replace(shape, config=draft).save(folder / "draft"), saved)
+    return replace(drafted(saved, "draft_model", small, **shape.engine), depends=False)
+
+
+def like(draft: Path, model: Path) -> Path:
+    """Gives a draft the weights of the model where they have the same names."""
+    drafts, models = load_file(draft / "model.safetensors"), load_file(model / "model.safetensors")
+    save_file({name: models[name] for name in drafts}, draft / "model.safetensors", {"format": "pt"})
+    return draft
+
+
+@pytest.fixture(scope="module")
+def own() -> Iterator[LocalDaemon]:
+    with LocalDaemon({"dram": {"limit": "256MiB", "huge_pages": False}, "scrub": {"rate": 0}}) as daemon:
+        yield daemon
+
+
+def asks(engine: Engine) -> tuple[Any, list[int], int]:
+    """What the engine says, how many tokens were cached, and how many of a draft were accepted."""
+    before = engine("accepted")
+    answer = engine.fresh([ASKED], max_tokens=40)
+    return said(answer), cached(answer), engine("accepted") - before
+
+
+def test_a_draft_finds_its_kv(case: Drafted, own: LocalDaemon) -> None:
+    with Engine(case.model, **case.options) as plain:
+        expected, _, accepted = asks(plain)
+        num_blocks = plain("num_blocks")
+    assert accepted or not case.depends
+    hit = [full_blocks(300) - case.dropped]
+    with Engine(case.model, **case.options, **connector(own)) as first:
+        assert first("num_blocks") == num_blocks
+        assert asks(first) == (expected, [0], accepted)
+        assert asks(first) == (expected, hit, accepted)
+        assert first("failures") == {}
+        with Engine(case.model, **case.options, **connector(own)) as second:
+            assert asks(second) == (expected, hit, accepted)
+            zero_the_drafts_kv(second, own.url)
+            answers, found, others = asks(second)
+            assert found == hit
+            assert [tokens for tokens, _ in answers] == [tokens for tokens, _ in expected]
+            assert (others != accepted) is case.depends
+
+
+def zero_the_drafts_kv(engine: Engine, url: str) -> None:
+    """Stores the blocks again without the KV of the draft's layers."""
+    with Client(url, deadline_s=10.0) as client:
+        for group in range(engine("groups")):
+            keys, ns = blocks_of(engine, client, ASKED, group)
+            payloads = np.empty((len(keys), ns.layout.block_bytes), np.uint8)
+            assert ns.get(keys, payloads) == len(keys)
+            drafts = np.array(engine("drafts", group=group))
+            payloads.reshape(len(keys), len(drafts), -1)[:, drafts] = 0
+            ns.invalidate(keys)
+            assert ns.put(keys, payloads).stored == len(keys)
+
+
+def test_another_draft_has_other_blocks(own: LocalDaemon, tmp_path: Path) -> None:
+    """The draft's KV depends on its weights; without a draft there is none."""
+    model = make_model(tmp_path / "model")
+    layouts = []
+    for draft in (None, make_model(tmp_path / "one", 1), make_model(tmp_path / "two", 2)):
+        case = drafted(model, "draft_model", draft) if draft else Drafted(model, {"max_model_len": 1024})
+        with Engine(model, **case.options, **connector(own)) as engine:
+            layouts.append(Layout(**engine("layout")))
+    assert len({layout.kv_layout for layout in layouts}) == 3
+
+
+@pytest.mark.parametrize(
+    ("extra", "why"),
+    [
+        ({"load": "sync"}, "load is 'sync' with speculative decoding by 'draft_model'"),
+        ({"block_tokens": 64}, "block_tokens is 64 with speculative decoding"),
+    ],
+)
+def test_what_no_test_covers_is_refused(
+    own: LocalDaemon, tmp_path: Path, extra: dict[str, Any], why: str
+) -> None:
+    model = make_model(tmp_path / "model")
+    case = drafted(model, "draft_model", make_model(tmp_path / "copy"), async_scheduling=False)
+    with (
+        pytest.raises(RuntimeError, match=f"(?s)ConfigError.*{why}"),
+        Engine(model, **case.options, **connector(own, **extra)),
+    ):
+        pass

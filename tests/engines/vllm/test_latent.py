@@ -1,0 +1,66 @@
+"""Latent attention (DeepSeek): the workers of a model have the same KV, so it is stored once and read by all.
+
+vLLM's CPU kernels for latent attention cannot compute behind a prefix, so loads are compared by the bytes of
+pages, not by tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore import Client
+from kvstore.lab.local_daemon import LocalDaemon
+from tests.engines.vllm.engine import Engine, cached, connector, full_blocks, prompt, said
+from tests.engines.vllm.shapes import SHAPES
+
+ASKED = prompt(850, 300)
+BLOCK_TOKENS = 16
+"""vLLM's CPU kernels for latent attention take no other size."""
+SHARDS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+
+
+OPTIONS = {"max_model_len": 1024, "worker_extension_cls": "tests.engines.vllm.page_digests.PageDigests"}
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return SHAPES["latent"].save(tmp_path_factory.mktemp("latent"))
+
+
+@pytest.fixture
+def own() -> Iterator[LocalDaemon]:
+    with LocalDaemon({"dram": {"limit": "64MiB", "huge_pages": False}}) as daemon:
+        yield daemon
+
+
+def latent(daemon: LocalDaemon, **extra: Any) -> dict[str, Any]:
+    # vLLM turns prefix caching off for these kernels.
+    reason = "the test compares bytes"
+    return connector(daemon, without_prefix_caching=reason, weights_revision="latent", **extra)
+
+
+@pytest.mark.parametrize("shards", [{}, SHARDS], ids=["one worker", "two workers"])
+def test_latent_kv_is_stored_once_and_loaded_by_all(
+    deepseek: Path, own: LocalDaemon, shards: dict[str, Any]
+) -> None:
+    blocks = full_blocks(300, BLOCK_TOKENS) // BLOCK_TOKENS
+    with Engine(deepseek, **OPTIONS | shards) as plain:
+        expected = said(plain.generate([ASKED], max_tokens=1))
+        computed = plain("page_digests")
+        assert all(pages == computed[0] for pages in computed)
+    with Engine(deepseek, **OPTIONS | shards, **latent(own)) as first:
+        assert said(first.generate([ASKED], max_tokens=1)) == expected
+        assert first("failures") == {}
+    with Client(own.url, deadline_s=10.0) as client:
+        status = client.status()
+    assert (status["namespaces"], status["blocks"]) == (1, blocks)
+    with Engine(deepseek, **OPTIONS | shards, **latent(own)) as second:
+        assert cached(second.generate([ASKED], max_tokens=1)) == [full_blocks(300, BLOCK_TOKENS)]
+        loaded = second("page_digests")
+        assert second("failures") == {}
+    # The page behind them differs: it was computed behind a prefix.
+    assert [len(set(pages) & set(computed[0])) for pages in loaded] == [blocks] * len(computed)
