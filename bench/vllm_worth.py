@@ -94,7 +94,8 @@ def _rows(
         _until(lambda: bool(made("connected")), "the engine connects again")
         throttle(True)
         bench.doing(f"slow {place}")
-        made.fresh([_prompt(_LENGTHS[0], 0)], max_tokens=1)
+        # Long enough for the daemon to measure it.
+        made.fresh([_prompt(_LENGTHS[1], 0)], max_tokens=1)
         with Client(daemon.url, token="", deadline_s=30.0, strict=True) as client:
             wait_until(client, lambda status: speed(status) < _KNOWN_BYTES_A_S)
         for tokens in _LENGTHS:
