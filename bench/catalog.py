@@ -125,6 +125,7 @@ BENCHES = {
         ),
         needs=_VLLM,
     ),
+    "vllm-roles": Entry("vllm_roles:run", _named("vllm-roles", "256", "512", "1024", "2048"), needs=_VLLM),
 }
 
 EVERYWHERE = tuple(name for name, entry in BENCHES.items() if not entry.needs)

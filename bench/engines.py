@@ -1,11 +1,12 @@
-"""Runs a vLLM engine of a random model. Its connector can be removed and put back."""
+"""Runs vLLM engines of a random model. Their connectors can be removed and put back."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from bench.harness import GIB, Bench
 from bench.served import serve
@@ -14,6 +15,12 @@ from tests.engines.environments import interpreter
 from tests.engines.vllm.engine import VOCABULARY, Engine, connector
 
 MAX_TOKENS = 2304
+_OPTIONS: dict[str, Any] = {
+    "load_format": "dummy",
+    "max_model_len": MAX_TOKENS,
+    "max_num_batched_tokens": MAX_TOKENS,
+    "kv_cache_memory_bytes": GIB,
+}
 
 
 @contextmanager
@@ -38,17 +45,27 @@ def engine_of(
     with bench.scratch() as folder:
         _describe(folder, hidden, layers, kv_heads)
         bench.doing("starting vLLM")
-        with Engine(
-            folder,
-            python,
-            threads,
-            load_format="dummy",
-            max_model_len=MAX_TOKENS,
-            max_num_batched_tokens=MAX_TOKENS,
-            kv_cache_memory_bytes=GIB,
-            **connector(daemon),
-        ) as made:
+        with Engine(folder, python, threads, **_OPTIONS, **connector(daemon)) as made:
             yield made
+
+
+@contextmanager
+def roles(
+    bench: Bench, hidden: int, layers: int, kv_heads: int, dram_bytes: int
+) -> Iterator[tuple[Engine, Engine]]:
+    """Returns a prefill and a decode engine with one daemon, see `engine`; one thread each."""
+    bench.doing("environment")
+    python = interpreter("vllm")
+    with bench.scratch() as folder, serve(dram_bytes) as (_, daemon), ExitStack() as stack:
+        _describe(folder, hidden, layers, kv_heads)
+        bench.doing("starting vLLM")
+        made = []
+        for role in ("kv_producer", "kv_consumer"):
+            [transfer] = connector(daemon).values()
+            options = {**_OPTIONS, "kv_transfer_config": {**transfer, "kv_role": role}}
+            made.append(stack.enter_context(Engine(folder, python, 1, **options)))
+        prefill, decode = made
+        yield prefill, decode
 
 
 def _describe(folder: Path, hidden: int, layers: int, kv_heads: int) -> None:

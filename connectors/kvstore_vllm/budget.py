@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from kvstore import Layout
+from kvstore import Estimate, Layout
 from kvstore_vllm.groups import Group
 
 _SHARE = 0.9
@@ -18,41 +17,34 @@ _PATIENCE_LEAST_S = 0.1
 """The least time of a load."""
 
 
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """The time that blocks of a prompt may take to load: `byte_s` for each of their bytes.
-
-    The layers of all groups and shards load together, so they share the time by their bytes.
-    """
-
-    computed_tokens: int
-    byte_s: float
-
-    def block_s(self, layout: Layout) -> float:
-        """Returns the time that one block may take."""
-        return max(_LEAST_S, self.byte_s * layout.block_bytes)
-
-
-def budget(
+def estimates(
     compute_s: float | None,
     groups: Sequence[Group],
     layouts: Sequence[Sequence[Layout]],
     computed_tokens: int,
     tokens: int,
-) -> Budget | None:
-    """Returns the budget of loading the tokens from `computed_tokens` to `tokens`.
+    load_s: float,
+) -> list[list[Estimate | None]]:
+    """Returns what a lookup of each worker's groups says of loading tokens `computed_tokens` to `tokens`.
 
-    `compute_s`: the time to compute them; None: unknown, so there is no budget. `layouts`: of each worker, by
-    group. Workers with the same layouts load the same blocks.
+    `compute_s`: the time to compute them; None: unknown, so nothing is estimated. `layouts`: of each worker,
+    by group. `load_s`: the longest time of a load. The blocks of all groups and workers load together, so
+    they share the computing time by their bytes.
     """
     nbytes = sum(
         _blocks(group, computed_tokens, tokens) * shard[group.number].block_bytes
-        for shard in {tuple(shard) for shard in layouts}
+        for shard in layouts
         for group in groups
     )
     if compute_s is None or not nbytes:
-        return None
-    return Budget(computed_tokens, _SHARE * compute_s / nbytes)
+        return [[None for _ in shard] for shard in layouts]
+    byte_s = _SHARE * compute_s / nbytes
+
+    def estimate(layout: Layout) -> Estimate:
+        have = computed_tokens // layout.block_tokens
+        return Estimate(max(_LEAST_S, byte_s * layout.block_bytes), load_s, have)
+
+    return [[estimate(layout) for layout in shard] for shard in layouts]
 
 
 def patience_s(compute_s: float | None, deadline_s: float) -> float:

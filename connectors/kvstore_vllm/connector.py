@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -27,7 +28,8 @@ from kvstore import Client, ExceptionBarrier, Layout
 from kvstore.errors import ConfigError
 from kvstore_vllm import identity
 from kvstore_vllm.groups import Group, groups_of, in_parts
-from kvstore_vllm.messages import Figures, Handshake, Progress, Step
+from kvstore_vllm.messages import Handshake, Progress, Step
+from kvstore_vllm.metrics import Figures, PromMetrics
 from kvstore_vllm.pages import check_covered, pages_of
 from kvstore_vllm.scheduler import SchedulerHalf
 from kvstore_vllm.settings import ConnectorSettings, check_engine, check_model, drops_last_block, why_off
@@ -35,6 +37,7 @@ from kvstore_vllm.worker import NULL_BLOCK, GroupMemory, WorkerHalf
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -48,7 +51,7 @@ logger = logging.getLogger("vllm.kvstore")
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     """Loads prefixes from a kvstore daemon and stores computed blocks. Options: `ConnectorSettings`.
 
-    The class has 29 methods, because vLLM makes one class of both halves and calls each of its hooks.
+    The class has 30 methods, because vLLM makes one class of both halves and calls each of its hooks.
     """
 
     def __init__(
@@ -60,8 +63,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._off = why_off(vllm_config, settings)
         self._asynchronous = settings.load == "async"
         self._guard = ExceptionBarrier(logger)
-        self._failures_told = 0
-        self._client = Client(settings.url or None, deadline_s=settings.deadline_s)
+        self._failures_told: Counter[str] = Counter()
+        self._moved = 0
+        self._met = False
+        # Strict: the halves count why the daemon has not answered.
+        self._client = Client(settings.url or None, deadline_s=settings.deadline_s, strict=True)
         page_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         drops = drops_last_block(vllm_config)
         self._groups = groups_of(kv_cache_config, settings.blocks_per_key(page_tokens), drops)
@@ -105,14 +111,21 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Takes the block layouts of the workers, once, before the first request."""
+        """Takes the block layouts of the workers, once, before the first request.
+
+        A MultiConnector gives each of its connectors the handshake of the first that has one.
+        """
         with self._guard("handshake"):
-            told = [each for _, each in sorted(metadata.items()) if isinstance(each, Handshake)]
-            if off := next((each.off for each in told if each.off), self._off):
-                logger.warning("nothing is loaded or stored: %s (see without_prefix_caching)", off)
-            else:
-                # Workers with the same KV have the same layouts.
-                self._half().meet([list(each) for each in dict.fromkeys(tuple(w.layouts) for w in told)])
+            if told := [each for _, each in sorted(metadata.items()) if isinstance(each, Handshake)]:
+                self._meet(told)
+
+    def _meet(self, told: list[Handshake]) -> None:
+        self._met = True
+        if off := next((each.off for each in told if each.off), self._off):
+            logger.warning("nothing is loaded or stored: %s (see without_prefix_caching)", off)
+        else:
+            # Workers with the same KV have the same layouts.
+            self._half().meet([list(each) for each in dict.fromkeys(tuple(w.layouts) for w in told)])
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """See the base class. Raises ConfigError if vLLM's null block is not the workers' one."""
@@ -139,20 +152,27 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Returns the transfers of the workers' next step."""
-        return self._half().step(scheduler_output)
+        orders = self._half().step(scheduler_output)
+        orders.met = self._met
+        return orders
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Takes the reports of the workers about a step."""
         with self._guard("update_connector_output"):
+            progress = connector_output.kv_connector_worker_meta
+            if isinstance(progress, Progress) and progress.told and not self._met:
+                self._meet([each for _, each in sorted(progress.told.items())])
             self._half().hear(connector_output)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Returns that the pages of a request are not held: references keep those that are being saved."""
+        """Returns that the pages of a request are not held, and the parameters for a decode engine.
+
+        References keep the pages that are being saved.
+        """
         with self._guard("request_finished"):
-            self._half().finish(request, block_ids)
-            return False, None
+            return False, self._half().finish(request, block_ids)
         self._half().release(request.request_id)
         return False, None
 
@@ -162,8 +182,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._half().forget()
             # vLLM may unmap its memory before the next step reaches the workers.
             beside = get_kv_transfer_group() if has_kv_transfer_group() else None
-            if isinstance(beside, KVStoreConnector) and beside._worker:
-                beside._worker.stop()
+            for each in (beside, *getattr(beside, "sub_connectors", ())):
+                if isinstance(each, KVStoreConnector) and each._worker:
+                    each._worker.stop()
             return True
         return False
 
@@ -229,6 +250,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Begins a step, with or without preemptions: cancels transfers from before a reset."""
         with self._guard("handle_preemptions"):
             if self._worker and isinstance(kv_connector_metadata, Step):
+                self._met = kv_connector_metadata.met
                 self._worker.begin(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -253,6 +275,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Returns the requests with finished loads, and those of them that must start again."""
         with self._guard("get_transfer_results"):
             if self._worker:
+                # Before the figures, which vLLM asks for next: after the last step nobody takes later ones.
+                self._moved = self._worker.moved()
                 loaded, failed = self._worker.ended()
                 return KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
         return KVConnectorTransferResults()
@@ -262,27 +286,41 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.bad_blocks() if self._worker else set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Returns the progress of transfers."""
-        return Progress(self._worker.moved(), self._worker.serial) if self._worker else None
+        """Returns the progress of transfers, and the block layouts of this worker until they are known."""
+        if self._worker is None:
+            return None
+        told = None if self._met else self.get_handshake_metadata()
+        rank = self._vllm_config.parallel_config.rank
+        told_by = {rank: told} if isinstance(told, Handshake) else {}
+        return Progress(self._moved, self._worker.serial, told_by)
 
     # -- in both
 
     def get_kv_connector_stats(self) -> Figures | None:
-        """Returns the counts since the last call."""
+        """Returns the figures since the last call."""
         with self._guard("get_kv_connector_stats"):
-            half = self._worker or self._scheduler
-            counts = half.counts() if half else Counter[str]()
-            failures = self._guard.failures.total()
-            if failures > self._failures_told:
-                counts["hook failures"] = failures - self._failures_told
-                self._failures_told = failures
-            return Figures(dict(+counts)) if counts else None
+            data = (self._worker or self._half()).counts()
+            failures = self._guard.failures - self._failures_told
+            self._failures_told += failures
+            data |= {f"hook_failures:{hook}": count for hook, count in failures.items()}
+            return Figures(data) if data else None
         return None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Figures:
-        """Returns counts that another process sent."""
+        """Returns figures that another process sent."""
         return Figures(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> PromMetrics:
+        """Registers the connector's metrics in the process that serves `/metrics`."""
+        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         """Ends transfers, then connections."""
@@ -299,3 +337,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         orders = self._get_connector_metadata()
         assert isinstance(orders, Step)
         return orders
+
+
+# A MultiConnector finds the class of counts from another process by its name alone.
+KVConnectorFactory.register_connector("KVStoreConnector", "kvstore_vllm", "KVStoreConnector")

@@ -9,6 +9,7 @@ import copy
 import logging
 import os
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -128,13 +129,7 @@ def kv_layout(
     attention backend, shape, strides and scales of each layer and, on a CPU, the instruction set, because
     CPU kernels pack keys and values by it.
     """
-    layers = config.compilation_config.static_forward_context
-    kernels, scales = set(), []
-    for name in sorted(kv_caches):
-        layer = layers.get(name)
-        backend = getattr(layer, "attn_backend", None)
-        kernels.add(f"{backend.get_name() if backend else 'unknown'} {getattr(layer, 'isa', '')}".strip())
-        scales.append([getattr(layer, f"_{which}_scale_float", None) for which in "qkv"])
+    kernels, scales = backends(config, kv_caches)
     shapes = [(name, str(t.dtype), t.shape[1:], t.stride()[1:]) for name, t in sorted(kv_caches.items())]
     groups = repr(specs[0]) if len(specs) == 1 else (repr(specs), group)
     facts = (configured(config, named_by_content(revision)), environment(), groups, shapes, scales)
@@ -144,7 +139,19 @@ def kv_layout(
     else:
         machine = torch.backends.cpu.get_cpu_capability()
     kind = type(specs[group]).__name__
-    return f"vllm {vllm.__version__}; {kind}; {', '.join(sorted(kernels))}; {machine}; {digest}"
+    return f"vllm {vllm.__version__}; {kind}; {', '.join(kernels)}; {machine}; {digest}"
+
+
+def backends(config: Any, layers: Iterable[str]) -> tuple[list[str], list[object]]:
+    """Returns the attention backends of the layers that this process has, and the scales of each."""
+    known = config.compilation_config.static_forward_context
+    kernels, scales = set(), list[object]()
+    for name in sorted(layers):
+        layer = known.get(name)
+        backend = getattr(layer, "attn_backend", None)
+        kernels.add(f"{backend.get_name() if backend else 'unknown'} {getattr(layer, 'isa', '')}".strip())
+        scales.append([getattr(layer, f"_{which}_scale_float", None) for which in "qkv"])
+    return sorted(kernels), scales
 
 
 _LEFT_OUT = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from kvstore import Client, Layout, StoredPrefix
-from kvstore_vllm.budget import Budget, budget
+from kvstore_vllm.budget import estimates
 from kvstore_vllm.groups import Found, Group, PrefixFinder, in_parts
 from kvstore_vllm.identity import in_epoch
+from kvstore_vllm.metrics import UNANSWERED, reason_of
 from kvstore_vllm.prefill_rate import PrefillRate
 
 LOOKUP_DEADLINE_S = 0.05
@@ -32,6 +32,8 @@ class Lookup:
         self._client = client
         self._rate = rate
         self._groups = list(groups)
+        self._full = [group for group in groups if group.full]
+        self._others = [group for group in groups if not group.full]
         self._all_usable = in_parts(groups) and not drops
         self._layouts: list[list[Layout]] = []
         self._namespaces: list[list[Any]] = []
@@ -62,102 +64,81 @@ class Lookup:
         The engine has the first `computed_tokens` tokens.
         """
         keys = [group.keys(request.block_hashes, salt) for group in self._groups]
-        ends = time.monotonic() + LOOKUP_DEADLINE_S
-        stored, worth = self._stored(keys, first, computed_tokens, ends)
-        most = request.num_tokens - 1
-        if self._all_usable:
-            [group] = self._groups
-            usable = most // group.page_tokens * group.page_tokens
-            found = Found(min(len(stored[0]) * group.block_tokens, usable), stored)
-            tokens = min(found.tokens, worth)
-        else:
-            found = self._finder.find(self._groups, request.block_hashes, stored, most)
-            tokens = found.tokens
-            if worth < tokens:
-                shorter = self._finder.find(self._groups, request.block_hashes, stored, worth).tokens
-                tokens = shorter if self._is_worth(keys, shorter, computed_tokens, ends) else 0
-        unworthy = found.tokens - max(tokens, computed_tokens)
-        return replace(found, tokens=tokens, unworthy_tokens=max(0, unworthy))
-
-    def _stored(
-        self, keys: list[list[bytes]], first: bool, computed_tokens: int, ends: float
-    ) -> tuple[list[set[int]], int]:
-        """Returns the indices of stored blocks by group: those of full attention bound the others.
-
-        Also returns how many leading tokens are worth loading, as far as groups of full attention show.
-        """
         stored = [set[int]() for _ in self._groups]
-        tokens = max((len(keys[group.number]) * group.block_tokens for group in self._groups), default=0)
-        worth, may_take = tokens, self._budget(computed_tokens, tokens)
-        for group in self._groups:
-            if group.full:
-                asked = keys[group.number][: tokens // group.block_tokens]
-                found = self._count(group, asked, ends, len(asked) if first else 0, may_take)
-                first, tokens = False, min(tokens, found.blocks * group.block_tokens)
-                worth = min(worth, found.worth_loading * group.block_tokens)
-                stored[group.number] = set(range(found.blocks))
-        others = [group for group in self._groups if not group.full]
-        for group, indices in zip(others, self._contained(others, keys, tokens, ends), strict=True):
-            stored[group.number] = indices
-        return stored, worth
+        worth, why = self._ask(keys, first, computed_tokens, stored)
+        most = request.num_tokens - 1
+        found = self._longest(request, stored, most)
+        tokens = found.tokens if worth >= found.tokens else self._longest(request, stored, worth).tokens
+        unworthy = max(0, found.tokens - max(tokens, computed_tokens))
+        return replace(found, tokens=tokens, unworthy_tokens=unworthy, why=why)
 
-    def _budget(self, computed_tokens: int, tokens: int) -> Budget | None:
-        """Returns what the blocks of these tokens may take to load; None if that is unknown."""
-        compute_s = self._rate.seconds(computed_tokens, tokens)
-        return budget(compute_s, self._groups, self._layouts, computed_tokens, tokens)
+    def _longest(self, request: Any, stored: list[set[int]], most: int) -> Found:
+        """Returns the longest stored prefix of at most `most` tokens."""
+        if not self._all_usable:
+            return self._finder.find(self._groups, request.block_hashes, stored, most)
+        [group] = self._groups
+        usable = most // group.page_tokens * group.page_tokens
+        return Found(min(len(stored[0]) * group.block_tokens, usable), stored)
 
-    def _is_worth(self, keys: list[list[bytes]], tokens: int, computed_tokens: int, ends: float) -> bool:
-        """Returns whether a prefix of this length is worth loading as a whole."""
-        may_take = self._budget(computed_tokens, tokens)
-        for group in self._groups:
-            if group.full:
-                asked = keys[group.number][: tokens // group.block_tokens]
-                if self._count(group, asked, ends, 0, may_take).worth_loading < len(asked):
-                    return False
-        return True
+    def _ask(
+        self, keys: list[list[bytes]], first: bool, computed_tokens: int, stored: list[set[int]]
+    ) -> tuple[int, str]:
+        """Fills `stored` with the indices of stored blocks by group.
 
-    def _count(
-        self, group: Group, keys: list[bytes], ends: float, prompt: int, may_take: Budget | None
-    ) -> StoredPrefix:
-        """Returns how many leading blocks every worker can load, and how many of them are worth it.
-
-        `prompt`: see `Namespace.lookup`. `may_take`: the time to load them; None: all are worth it.
+        Returns how many leading tokens are worth loading, and why the daemon has not answered all of it; an
+        empty string if it has.
         """
-        found = StoredPrefix(len(keys), len(keys)) if self._namespaces else StoredPrefix()
-        for shard, layouts in zip(self._namespaces, self._layouts, strict=True):
-            # Every shard counts the prompt, so that the hit ratio is that of one shard.
-            if found.blocks or prompt:
-                left_s = ends - time.monotonic()
-                if left_s <= 0:
-                    return StoredPrefix()
-                namespace, some = shard[group.number], keys[: found.blocks]
-                if may_take is None:
-                    more = StoredPrefix(*[namespace.lookup(some, left_s, prompt=prompt)] * 2)
-                else:
-                    block_s = may_take.block_s(layouts[group.number])
-                    have = may_take.computed_tokens // group.block_tokens
-                    load_s = self._client.deadline_s
-                    more = namespace.worth_loading(some, block_s, load_s, have, left_s, prompt)
-                found = StoredPrefix(more.blocks, min(found.worth_loading, more.worth_loading))
-        return found
+        try:
+            return self._fill(keys, first, computed_tokens, stored), ""
+        except UNANSWERED as error:
+            return 0, reason_of(error)
 
-    def _contained(
-        self, groups: list[Group], keys: list[list[bytes]], tokens: int, ends: float
-    ) -> list[set[int]]:
-        """Returns which blocks of the first `tokens` every worker can load: one question for all groups."""
-        left_s = ends - time.monotonic()
-        if not (groups and tokens and self._namespaces) or left_s <= 0:
-            return [set() for _ in groups]
-        asked = [keys[group.number][: tokens // group.block_tokens] for group in groups]
-        masks = self._client.contains(
+    def _fill(
+        self, keys: list[list[bytes]], first: bool, computed_tokens: int, stored: list[set[int]]
+    ) -> int:
+        """Fills `stored`: the blocks of full attention bound the others. Raises UNANSWERED.
+
+        Returns how many leading tokens are worth loading, as far as groups of full attention show.
+        """
+        tokens = max((len(keys[group.number]) * group.block_tokens for group in self._groups), default=0)
+        prefixes, masks = self._answers(keys, first, computed_tokens, tokens)
+        worth = tokens
+        for group, prefix in zip(self._full, prefixes, strict=True):
+            tokens = min(tokens, prefix.blocks * group.block_tokens)
+            worth = min(worth, prefix.worth_loading * group.block_tokens)
+            stored[group.number] = set(range(tokens // group.block_tokens))
+        for group, mask in zip(self._others, masks, strict=True):
+            stored[group.number] = set(np.flatnonzero(mask[: tokens // group.block_tokens]).tolist())
+        return worth
+
+    def _answers(
+        self, keys: list[list[bytes]], first: bool, computed_tokens: int, tokens: int
+    ) -> tuple[list[StoredPrefix], list[Any]]:
+        """Returns what every worker can load: the prefixes of groups of full attention, and which blocks of
+        the others. One round trip for all groups and workers.
+        """
+        # Every shard counts the prompt, so that the hit ratio is that of one shard; in one group.
+        prompt = {group.number: len(keys[group.number]) for group in self._full[:1] if first}
+        if not self._namespaces:
+            return [StoredPrefix() for _ in self._full], [np.empty(0, np.bool_) for _ in self._others]
+        compute_s = self._rate.seconds(computed_tokens, tokens)
+        load_s = self._client.deadline_s
+        estimated = estimates(compute_s, self._groups, self._layouts, computed_tokens, tokens, load_s)
+        prefixes, masks = self._client.lookup(
             [
-                (shard[group.number], some)
-                for shard in self._namespaces
-                for group, some in zip(groups, asked, strict=True)
+                (shard[n], keys[n], prompt.get(n, 0), estimate[n])
+                for shard, estimate in zip(self._namespaces, estimated, strict=True)
+                for n in (group.number for group in self._full)
             ],
-            left_s,
+            [
+                (shard[group.number], keys[group.number])
+                for shard in self._namespaces
+                for group in self._others
+            ],
+            LOOKUP_DEADLINE_S,
         )
-        return [
-            set(np.flatnonzero(np.logical_and.reduce(masks[i :: len(groups)])).tolist())
-            for i in range(len(groups))
-        ]
+        full, others = len(self._full), len(self._others)
+        return (
+            [StoredPrefix.shortest(prefixes[i::full]) for i in range(full)],
+            [np.logical_and.reduce(masks[i::others]) for i in range(others)],
+        )

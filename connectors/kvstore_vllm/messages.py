@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from kvstore import Layout
 
@@ -33,10 +30,14 @@ class Part:
 
 @dataclass(slots=True)
 class Load:
-    """Loads the parts of a request's prefix within so many seconds."""
+    """Loads the parts of a request's prefix within `within_s` seconds.
+
+    `waits`: for blocks that another engine is still storing.
+    """
 
     request_id: str
     parts: list[Part]
+    waits: bool = False
     within_s: float = math.inf
 
 
@@ -61,12 +62,14 @@ class Step(KVConnectorMetadata):
     """The transfers of one step.
 
     `epoch`: names the weights since the last reset; empty before the first. `number`: counts the steps with
-    loads or saves. `idle`: the step computes nothing. `serial`: counts all steps.
+    loads or saves. `idle`: the step computes nothing. `met`: the workers' layouts are known.
+    `serial`: counts all steps.
     """
 
     epoch: str = ""
     number: int = 0
     idle: bool = False
+    met: bool = False
     serial: int = 0
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
@@ -85,36 +88,19 @@ class Handshake(KVConnectorHandshakeMetadata):
 
 @dataclass
 class Progress(KVConnectorWorkerMetadata):
-    """All transfers of the steps up to `number` have ended. `serial`: the step of this report."""
+    """All transfers of the steps up to `number` have ended.
+
+    `serial`: the step of this report. `told`: the handshakes by rank of the worker, until a step says that
+    they are known.
+    """
 
     number: int
     serial: int = 0
+    told: dict[int, Handshake] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Progress:
-        """Returns the progress of the slower worker."""
+        """Returns the progress of the slower worker, and the handshakes of both."""
         assert isinstance(other, Progress)
-        return Progress(min(self.number, other.number), min(self.serial, other.serial))
-
-
-@dataclass
-class Figures(KVConnectorStats):
-    """Counts since the last report: blocks by outcome, failures by hook. vLLM logs them."""
-
-    data: dict[str, Any] = field(default_factory=dict)
-
-    def reset(self) -> None:
-        """Clears the counts."""
-        self.data = {}
-
-    def aggregate(self, other: KVConnectorStats) -> Figures:
-        """Adds the counts of `other`."""
-        self.data = dict(Counter(self.data) + Counter(other.data))
-        return self
-
-    def reduce(self) -> dict[str, int | float]:
-        """Returns the counts to log."""
-        return dict(self.data)
-
-    def is_empty(self) -> bool:
-        """Returns whether there are no counts."""
-        return not self.data
+        return Progress(
+            min(self.number, other.number), min(self.serial, other.serial), self.told | other.told
+        )

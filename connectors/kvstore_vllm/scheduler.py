@@ -7,9 +7,9 @@ reference keeps each page until its save has ended, whatever becomes of the requ
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,10 @@ from kvstore import Client, ExceptionBarrier, Layout
 from kvstore_vllm.adapters import Adapters
 from kvstore_vllm.budget import patience_s
 from kvstore_vllm.groups import Found, Group
+from kvstore_vllm.handoff import Handoffs
 from kvstore_vllm.lookup import Lookup
 from kvstore_vllm.messages import Load, Part, Progress, Save, Step
+from kvstore_vllm.metrics import NOT_STORED, Recorder
 from kvstore_vllm.prefill_rate import PrefillRate
 from kvstore_vllm.references import PageReferences
 from kvstore_vllm.tails import Tails, Tracked
@@ -37,11 +39,18 @@ _AWAKE = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What a look-up found of a request, and the tokens that the engine had by itself."""
+    """What a look-up found of a request, and the tokens that the engine had by itself.
+
+    `asked_tokens`: those that could be found. `unasked`: the reason if the store was not asked. `waits`:
+    another engine has promised `found`, of which not everything is stored yet.
+    """
 
     found: Found
     computed_tokens: int
     salt: bytes
+    asked_tokens: int = 0
+    unasked: str = ""
+    waits: bool = False
 
 
 class SchedulerHalf:
@@ -76,11 +85,12 @@ class SchedulerHalf:
         self._whole_inputs = whole_inputs
         self._rate = PrefillRate(step_tokens)
         self._lookup = Lookup(client, groups, self._rate, drops)
-        self._counts: Counter[str] = Counter()
         self._tracked: dict[str, Tracked] = {}
         self._matched: dict[str, Match] = {}
         self._tried: dict[str, int] = {}
         self._adapters = Adapters()
+        self._recorder = Recorder()
+        self._handoffs = Handoffs(groups, alignment, self._recorder, waits=loads and asynchronous)
         self._next = Step()
         self._number = 0
         self._moved = 0
@@ -110,15 +120,23 @@ class SchedulerHalf:
         salt = self._salt(request)
         # Polls, and admissions after a preemption, are for the same prompt.
         first = request.request_id not in self._matched
+        asked, unasked, promised = 0, self._unasked(request, salt), None
         # vLLM requires some requests to be computed from their first token.
-        if salt is None or request.skip_reading_prefix_cache:
+        if salt is None or request.skip_reading_prefix_cache or not self._lookup:
             found = Found(0, [set() for _ in self._groups])
         else:
+            started = time.perf_counter()
             found = self._lookup.find(request, salt, first, computed_tokens)
+            if not unasked:
+                self._recorder.time("lookup_seconds", time.perf_counter() - started)
+                last = (request.num_tokens - 1) // self._alignment * self._alignment
+                asked = max(0, last - computed_tokens)
+            promised = self._handoffs.expect(request, found)
             # vLLM ends a step there, so that the states at this position are there to be saved.
-            if found.junction > request.shared_prefix_boundary:
+            if promised is None and found.junction > request.shared_prefix_boundary:
                 request.shared_prefix_boundary = found.junction // self._alignment * self._alignment
-        self._matched[request.request_id] = Match(found, computed_tokens, salt or b"")
+        found, waits = promised or found, promised is not None
+        self._matched[request.request_id] = Match(found, computed_tokens, salt or b"", asked, unasked, waits)
         # One try per admission: a request that repeats a failed load would never start.
         if not self._may_load or self._tried.get(request.request_id) == request.num_preemptions:
             return 0
@@ -128,10 +146,10 @@ class SchedulerHalf:
         """Records the pages of a request; `external_tokens` tokens after the computed ones are loaded."""
         if request.num_computed_tokens:
             return  # the second call, after an asynchronous load
-        self._count_unworthy(request)
+        self._record(request, external_tokens)
         block_ids = blocks.get_block_ids()
         if external_tokens:
-            self._tried[request.request_id] = request.num_preemptions
+            self._note_try(request)
         try:
             self._track(request, block_ids, external_tokens)
         except Exception:
@@ -141,12 +159,19 @@ class SchedulerHalf:
                 self._next.loads.append(Load(request.request_id, parts))
             raise
 
-    def _count_unworthy(self, request: Request) -> None:
-        """Counts the pages that this admission computes because they would load slower."""
-        match = self._matched.get(request.request_id)
-        if match and self._may_load and self._tried.get(request.request_id) != request.num_preemptions:
-            pages = match.found.unworthy_tokens // self._groups[0].page_tokens
-            self._counts["not worth loading"] += pages
+    def _record(self, request: Request, hit_tokens: int) -> None:
+        """Records the first admission of a request: later ones are for the same prompt."""
+        request_id = request.request_id
+        match = self._matched.get(request_id)
+        if match is None or request_id in self._tracked or request.num_preemptions:
+            return
+        if match.unasked:
+            self._recorder.unasked(request_id, match.unasked)
+            return
+        why = match.found.why or NOT_STORED
+        asked = max(match.asked_tokens, hit_tokens)
+        unworthy = match.found.unworthy_tokens
+        self._recorder.admitted(request_id, asked, hit_tokens, match.computed_tokens, why, unworthy)
 
     def _track(self, request: Request, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
         request_id = request.request_id
@@ -172,8 +197,10 @@ class SchedulerHalf:
             match.salt,
         )
         if external_tokens:
-            within_s = patience_s(self._rate.seconds(first, stop), self._client.deadline_s)
-            self._next.loads.append(Load(request_id, [part for part in parts if part.block_ids], within_s))
+            # What another engine has promised may come late, and this one is not to compute it.
+            within_s = math.inf if match.waits else self._patience_s(first, stop)
+            wanted = [part for part in parts if part.block_ids]
+            self._next.loads.append(Load(request_id, wanted, match.waits, within_s))
 
     # -- every step
 
@@ -213,17 +240,23 @@ class SchedulerHalf:
         self._references.number(self._number)
         return orders
 
-    def finish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
-        """Ends a request. Its last blocks are saved in the next step."""
-        tracked = self._tracked.get(request.request_id)
+    def finish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
+        """Ends a request. Its last blocks are saved in the next step.
+
+        Returns the parameters for a decode engine; None if no other engine decodes.
+        """
+        tracked, answer = self._tracked.get(request.request_id), None
         if tracked is not None and (confirmed := self._confirmed_tokens(tracked)):
             self._save(self._next, tracked, confirmed, block_ids, ended=True)
+            answer = self._handoffs.answer(request, confirmed if tracked.saves else 0)
         self.release(request.request_id)
+        return answer
 
     def release(self, request_id: str) -> None:
         """Knows a request no longer, and holds no page for it but those that are being saved."""
         self._matched.pop(request_id, None)
         self._tried.pop(request_id, None)
+        self._handoffs.forget(request_id)
         self._forget(request_id)
 
     def hear(self, output: KVConnectorOutput) -> None:
@@ -244,6 +277,10 @@ class SchedulerHalf:
         running = self._moved < self._number and time.monotonic() < self._awake_until
         return running or bool(self._next.saves)
 
+    def counts(self) -> dict[str, Any]:
+        """Returns the `data` of Figures since the last call."""
+        return self._recorder.take()
+
     def forget(self) -> None:
         """Makes all earlier stored blocks misses, because the weights may have changed."""
         self._next.epoch = uuid.uuid4().hex
@@ -251,11 +288,6 @@ class SchedulerHalf:
         self._lookup.open(self._next.epoch)
         for tracked in self._tracked.values():
             self._tails.stop(tracked)  # its pages are from before the reset
-
-    def counts(self) -> Counter[str]:
-        """Returns counts of pages since the last call."""
-        counts, self._counts = self._counts, Counter()
-        return counts
 
     # -- within
 
@@ -272,11 +304,33 @@ class SchedulerHalf:
         # Synchronous loads delay the step that they belong to.
         return self._rate.begin(prompts, others, time.monotonic(), self._asynchronous or not loads)
 
+    def _patience_s(self, first: int, stop: int) -> float:
+        """Returns how long to wait for a load of these tokens."""
+        return patience_s(self._rate.seconds(first, stop), self._client.deadline_s)
+
+    def _note_try(self, request: Request) -> None:
+        """Notes a load. After one that waited for a promise, what is stored may still be loaded."""
+        match = self._matched.get(request.request_id)
+        if match is not None and match.waits:
+            self._handoffs.awaited(request.request_id)
+        else:
+            self._tried[request.request_id] = request.num_preemptions
+
     def _salt(self, request: Request) -> bytes | None:
         """Returns the suffix of a request's keys; None if its blocks may be neither loaded nor stored."""
         if self._whole_inputs and request.mm_features:
             return None
         return self._adapters.salt(request.lora_request) if request.lora_request else b""
+
+    def _unasked(self, request: Request, salt: bytes | None) -> str:
+        """Returns why nothing is loaded for a request, whatever is stored; an empty string if it may be."""
+        if not self._lookup:
+            return "nothing is served"
+        if not self._may_load:
+            return "this engine only stores"
+        if salt is None:
+            return "its adapter or its images are not served"
+        return "vLLM computes its whole prompt" if request.skip_reading_prefix_cache else ""
 
     def _saves(self) -> bool:
         return self._may_save and bool(self._lookup)

@@ -6,7 +6,7 @@ import difflib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -83,22 +83,9 @@ class ConnectorSettings:
     @classmethod
     def of(cls, extra: dict[str, Any]) -> ConnectorSettings:
         """Parses an engine's extra config. Raises ConfigError."""
-        known = {field.name: field for field in fields(cls)}
-        for name, value in extra.items():
-            if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-                raise ConfigError(f"kv_connector_extra_config: unknown key {name!r}", hint)
-            kind = type(known[name].default)
-            if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
-                raise ConfigError(f"kv_connector_extra_config: {name} is {value!r}", f"a {kind.__name__}")
-        settings = cls(**extra)
+        settings = _parsed(cls, extra, "kv_connector_extra_config")
         if settings.load not in ("async", "sync"):
             raise ConfigError(f"kv_connector_extra_config: load is {settings.load!r}", "async or sync")
-        if not 0 < settings.deadline_s < 86400:
-            raise ConfigError(
-                f"kv_connector_extra_config: deadline_s is {settings.deadline_s}", "seconds, more than 0"
-            )
         return settings
 
     def blocks_per_key(self, engine_block_tokens: int) -> int:
@@ -110,6 +97,40 @@ class ConnectorSettings:
                 f"a multiple of the engine's block size, {engine_block_tokens}",
             )
         return count
+
+
+@dataclass(frozen=True, slots=True)
+class TierSettings:
+    """The options of the tier below vLLM's CPU tier. `deadline_s`: bounds every lookup, store and load."""
+
+    url: str = ""
+    deadline_s: float = 1.0
+    weights_revision: str = ""
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> TierSettings:
+        """Parses an entry of `secondary_tiers`. Raises ConfigError."""
+        return _parsed(cls, given, "secondary_tiers")
+
+
+_Settings = TypeVar("_Settings", ConnectorSettings, TierSettings)
+
+
+def _parsed(cls: type[_Settings], given: dict[str, Any], where: str) -> _Settings:
+    """Returns the settings of the dictionary that is called `where`. Raises ConfigError."""
+    known = {field.name: field for field in fields(cls)}
+    for name, value in given.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+            raise ConfigError(f"{where}: unknown key {name!r}", hint)
+        kind = type(known[name].default)
+        if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
+            raise ConfigError(f"{where}: {name} is {value!r}", f"a {kind.__name__}")
+    settings = cls(**given)
+    if not 0 < settings.deadline_s < 86400:
+        raise ConfigError(f"{where}: deadline_s is {settings.deadline_s}", "seconds, more than 0")
+    return settings
 
 
 def check_model(model: Any) -> None:
@@ -140,15 +161,8 @@ def check_engine(config: Any, kv_cache_config: Any, settings: ConnectorSettings)
 
 def refusals(config: Any, kv_cache_config: Any, settings: ConnectorSettings) -> Iterator[ConfigError]:
     """Yields every reason why the blocks of an engine cannot be named, found again or restored."""
-    cache, parallel, transfer = config.cache_config, config.parallel_config, config.kv_transfer_config
-    yield from refusals_of_model(config.model_config)
-    algorithm = cache.prefix_caching_hash_algo
-    if algorithm.startswith("xxhash") and os.environ.get("PYTHONHASHSEED") is None:
-        yield ConfigError(
-            f"--prefix-caching-hash-algo {algorithm} seeds its block hashes at random: "
-            "no other process, nor this one after a restart, would find a block again",
-            "use sha256 or sha256_cbor, or set PYTHONHASHSEED to the same value everywhere",
-        )
+    transfer = config.kv_transfer_config
+    yield from _refusals_of_blocks(config, kv_cache_config.kv_cache_groups)
     if transfer.is_kv_consumer and transfer.kv_load_failure_policy != "recompute":
         yield ConfigError(
             f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}: a block that is lost would fail "
@@ -157,7 +171,64 @@ def refusals(config: Any, kv_cache_config: Any, settings: ConnectorSettings) -> 
         )
     if settings.load == "sync":
         yield from _refusals_of_sync(config)
-    yield from _refusals_of_groups(kv_cache_config.kv_cache_groups, settings)
+    yield from _refusals_of_load(kv_cache_config.kv_cache_groups, settings)
+    if config.speculative_config is not None:
+        yield from _refusals_of_draft(config, kv_cache_config.kv_cache_groups, settings)
+
+
+def check_tiered_engine(config: Any, kv_cache_config: Any) -> None:
+    """Raises ConfigError for an engine with vLLM's CPU tier that the tier below it cannot serve.
+
+    vLLM gives a tier the block hashes of a request, but neither its adapter nor its images.
+    """
+    for refusal in _refusals_of_blocks(config, kv_cache_config.kv_cache_groups):
+        raise refusal
+    if config.speculative_config is not None and config.speculative_config.uses_draft_kv_cache():
+        raise ConfigError(
+            f"speculative decoding by {config.speculative_config.method!r} keeps KV of a draft",
+            "use KVStoreConnector",
+        )
+    if any(isinstance(each.kv_cache_spec, MLAAttentionSpec) for each in kv_cache_config.kv_cache_groups):
+        raise ConfigError(
+            "the model has latent attention, and no test covers it with a CPU tier", "use KVStoreConnector"
+        )
+    if not config.cache_config.enable_prefix_caching:
+        raise ConfigError(
+            "the engine's prefix caching is off, so it may be unable to start in the middle of a prompt",
+            "set --enable-prefix-caching, or leave out the tier",
+        )
+    if config.lora_config is not None:
+        raise ConfigError(
+            "LoRA is on: vLLM names an adapter by name and path, and its files may change",
+            "use KVStoreConnector, which names adapters by content",
+        )
+    if config.model_config.is_mm_prefix_lm:
+        raise ConfigError(
+            "images have bidirectional attention, so a prompt with images must be computed as a whole",
+            "use KVStoreConnector, which leaves out such prompts",
+        )
+    if config.parallel_config.nnodes > 1:
+        raise ConfigError(
+            f"the engine has {config.parallel_config.nnodes} nodes: vLLM's CPU tier is memory of one node",
+            "use KVStoreConnector",
+        )
+
+
+def _refusals_of_blocks(config: Any, groups: Sequence[Any]) -> Iterator[ConfigError]:
+    """Yields why the blocks of an engine cannot be named or are not restored exactly."""
+    cache, parallel = config.cache_config, config.parallel_config
+    yield from refusals_of_model(config.model_config)
+    algorithm = cache.prefix_caching_hash_algo
+    if algorithm.startswith("xxhash") and os.environ.get("PYTHONHASHSEED") is None:
+        yield ConfigError(
+            f"--prefix-caching-hash-algo {algorithm} seeds its block hashes at random: "
+            "no other process, nor this one after a restart, would find a block again",
+            "use sha256 or sha256_cbor, or set PYTHONHASHSEED to the same value everywhere",
+        )
+    if not groups:
+        yield ConfigError("the model has no KV cache", "nothing is there to store: leave out the connector")
+    for group in groups:
+        yield from _refusals_of_group(group)
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             yield ConfigError(f"{name} is {getattr(parallel, name)}", "context parallelism is not served")
@@ -166,8 +237,6 @@ def refusals(config: Any, kv_cache_config: Any, settings: ConnectorSettings) -> 
             "calculate_kv_scales is on: another run would scale the same KV otherwise",
             "take the scales from the checkpoint",
         )
-    if config.speculative_config is not None:
-        yield from _refusals_of_draft(config, kv_cache_config.kv_cache_groups, settings)
 
 
 def _refusals_of_draft(
@@ -233,13 +302,10 @@ def _refusals_of_sync(config: Any) -> Iterator[ConfigError]:
         )
 
 
-def _refusals_of_groups(groups: Sequence[Any], settings: ConnectorSettings) -> Iterator[ConfigError]:
-    """Yields the groups with a kind of KV cache that is not tested to be restored exactly."""
+def _refusals_of_load(groups: Sequence[Any], settings: ConnectorSettings) -> Iterator[ConfigError]:
+    """Yields options that only one group of full attention is served with."""
     if not groups:
-        yield ConfigError("the model has no KV cache", "nothing is there to store: leave out the connector")
         return
-    for group in groups:
-        yield from _refusals_of_group(group)
     kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups}))
     if len(groups) > 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
         what = f"the model's KV cache has {len(groups)} groups of layers ({kinds})"
@@ -256,6 +322,7 @@ def _refusals_of_groups(groups: Sequence[Any], settings: ConnectorSettings) -> I
 
 
 def _refusals_of_group(group: Any) -> Iterator[ConfigError]:
+    """Yields why a kind of KV cache is not tested to be restored exactly."""
     spec = group.kv_cache_spec
     kind = type(spec).__name__
     options = SERVED_KINDS.get(type(spec))

@@ -8,20 +8,36 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvstore import Client, ExceptionBarrier, Layout
 from kvstore_vllm.identity import in_epoch
 from kvstore_vllm.messages import Load, Part, Save, Step
+from kvstore_vllm.metrics import (
+    CANCELLED,
+    DAMAGED,
+    DROPPED,
+    LATE,
+    NOT_STORED,
+    REFUSED,
+    UNANSWERED,
+    UNAVAILABLE,
+    Outcome,
+    Recorder,
+    reason_of,
+)
 from kvstore_vllm.pages import Pages
 
 _LOADERS = 4
 """Concurrent loads. A load from NVMe mostly waits."""
+_WAITERS = 16
+"""Concurrent loads that wait for blocks of another engine. Further ones load what is stored."""
+_WAIT_SHARE = 0.8
+"""The part of the remaining time of a load in which it waits for the next block; the rest is to load it."""
 _SAVES = 1024
 """Queued saves; more are dropped."""
 _SAVE_BLOCKS = 64
@@ -36,11 +52,12 @@ NULL_BLOCK = 0
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    """A load or save of step `number`. `copying`: a copy is running."""
+    """A load or save of step `number`, ordered at `began` (perf_counter). `copying`: a copy is running."""
 
     request_id: str
     epoch: str
     number: int
+    began: float
     revoked: bool = False
     copying: bool = False
 
@@ -86,6 +103,8 @@ class WorkerHalf:
         self._epoch = ""
         self._number = 0
         self._loaders = _threads(_LOADERS, "kvstore-load")
+        self._waiters = _threads(_WAITERS, "kvstore-wait")
+        self._waits = 0
         self._saver = _threads(1, "kvstore-save")  # one thread: parents before children
         self._changed = threading.Condition()
         self._saving: set[_Transfer] = set()
@@ -93,7 +112,7 @@ class WorkerHalf:
         self._loaded: set[str] = set()
         self._failed: set[str] = set()
         self._bad_blocks: set[int] = set()
-        self._counts: Counter[str] = Counter()
+        self._recorder = Recorder()
         self._idle = False
         self.serial = 0
 
@@ -125,24 +144,28 @@ class WorkerHalf:
         now = time.monotonic()
         for load in step.loads:
             ends = now + min(self._client.deadline_s, load.within_s)
-            loading = _Transfer(load.request_id, step.epoch, step.number)
+            loading = _Transfer(load.request_id, step.epoch, step.number, time.perf_counter())
             with self._changed:
                 self._loading.add(loading)
-            if self._asynchronous:
-                self._loaders.submit(self._load, loading, load, ends)
-            else:
+            if not self._asynchronous:
                 self._load(loading, load, ends)
+            elif self._may_wait(load):
+                self._waiters.submit(self._load, loading, load, ends)
+            else:
+                self._loaders.submit(self._load, loading, replace(load, waits=False), ends)
 
     def save(self, step: Step) -> None:
         """Starts the saves of the step."""
         ends = time.monotonic() + self._client.deadline_s
         for save in step.saves if self._saves else ():
-            saving = _Transfer(save.request_id, step.epoch, step.number)
+            saving = _Transfer(save.request_id, step.epoch, step.number, time.perf_counter())
             with self._changed:
-                if len(self._saving) >= _SAVES:
-                    self._counts["dropped"] += len(save.keys)
-                    continue
-                self._saving.add(saving)
+                dropped = len(self._saving) >= _SAVES
+                if not dropped:
+                    self._saving.add(saving)
+            if dropped:
+                self._record_save(save, Outcome(why=DROPPED))
+                continue
             self._saver.submit(self._save, saving, save, ends)
 
     def ended(self) -> tuple[set[str], set[str]]:
@@ -165,18 +188,25 @@ class WorkerHalf:
         with self._changed:
             return min((each.number - 1 for each in self._saving | self._loading), default=self._number)
 
-    def counts(self) -> Counter[str]:
-        """Returns counts of blocks by outcome since the last call."""
-        with self._changed:
-            counts, self._counts = self._counts, Counter()
-            return counts
+    def counts(self) -> dict[str, Any]:
+        """Returns the `data` of Figures since the last call."""
+        return self._recorder.take()
 
     def close(self) -> None:
         """Waits for running transfers; their deadlines bound the time."""
         self._loaders.shutdown()
+        self._waiters.shutdown()
         self._saver.shutdown()
 
     # -- within
+
+    def _may_wait(self, load: Load) -> bool:
+        """Returns whether a load has a thread to wait in: others are not to wait behind it."""
+        with self._changed:
+            if not load.waits or self._waits >= _WAITERS:
+                return False
+            self._waits += 1
+            return True
 
     def _waiting(self) -> bool:
         return bool(self._loading or self._saving)
@@ -217,9 +247,11 @@ class WorkerHalf:
         whole = False
         try:
             # What follows a part that is not whole is of no use.
-            whole = all(self._load_part(loading, part, ends) for part in load.parts)
+            whole = all(self._load_part(loading, part, ends, load.waits) for part in load.parts)
         finally:
+            self._recorder.time("load_seconds", time.perf_counter() - loading.began)
             with self._changed:
+                self._waits -= load.waits
                 if not whole and not self._in_parts:
                     self._failed.add(load.request_id)
                 self._loading.discard(loading)
@@ -227,66 +259,83 @@ class WorkerHalf:
                     self._loaded.add(load.request_id)
                 self._changed.notify_all()
 
-    def _load_part(self, loading: _Transfer, part: Part, ends: float) -> bool:
+    def _load_part(self, loading: _Transfer, part: Part, ends: float, waits: bool) -> bool:
         """Fills the pages of a part and returns whether all are filled."""
-        good, wanted = 0, len(part.block_ids)
+        outcome, wanted = Outcome(), len(part.block_ids)
         try:
-            with self._guard("load"):
-                good = self._fill_pages(loading, part, ends)
+            with self._guard("load"), _explained(outcome):
+                self._fill_pages(loading, part, ends, outcome, waits)
         finally:
             with self._changed:
                 if self._in_parts:
-                    self._bad_blocks.update(part.block_ids[good:])
-                self._counts["loaded"] += good
-                self._counts["lost"] += wanted - good
-        return good == wanted
+                    self._bad_blocks.update(part.block_ids[outcome.good :])
+            block_bytes = self._groups[part.group].layout.block_bytes
+            self._recorder.loaded(loading.request_id, part.group, wanted, block_bytes, outcome)
+        return outcome.good == wanted
 
-    def _fill_pages(self, loading: _Transfer, part: Part, ends: float) -> int:
-        """Returns the number of leading pages that were loaded."""
+    def _fill_pages(
+        self, loading: _Transfer, part: Part, ends: float, outcome: Outcome, waits: bool = False
+    ) -> None:
+        """Loads the leading pages of a part. `waits`: for blocks not stored yet. Raises UNANSWERED."""
         group = self._groups[part.group]
         per_key, pages = group.per_key, group.pages
         wanted: list[int | None] = [None] * part.skip
         wanted += part.block_ids
         wanted += [None] * (len(part.keys) * per_key - len(wanted))
-        left_s = ends - time.monotonic()
         namespace = self._open(loading, group, part.block_ids)
-        if left_s <= 0 or namespace is None:
-            return 0
+        if namespace is None:
+            outcome.why = CANCELLED
+            return
         done = 0
-        with namespace.acquire(part.keys, left_s, device=pages.device, prompt=0) as lease:
-            while done < len(lease) and time.monotonic() <= ends:
-                last = min(done + pages.at_once, len(lease))
-                ids = [wanted[i * per_key : (i + 1) * per_key] for i in range(done, last)]
-                with self._copying(loading) as allowed:
-                    good = pages.load(lease, done, ids) if allowed else 0
-                done += good
-                if good < len(ids):
-                    break
-        return min(max(0, done * per_key - part.skip), len(part.block_ids))
+        while True:
+            first, left_s = done, _left_s(ends)
+            wait_s = _WAIT_SHARE * left_s if waits else 0.0
+            with namespace.acquire(
+                part.keys[first:], left_s - wait_s, device=pages.device, wait_s=wait_s, prompt=0
+            ) as lease:
+                outcome.why = LATE if lease.stored > len(lease) else NOT_STORED
+                while done - first < len(lease):
+                    _left_s(ends)
+                    last = min(done + pages.at_once, first + len(lease))
+                    ids = [wanted[i * per_key : (i + 1) * per_key] for i in range(done, last)]
+                    with self._copying(loading) as allowed:
+                        good = pages.load(lease, done - first, ids) if allowed else 0
+                    outcome.read.update(lease.tiers[done - first : done - first + good])
+                    done += good
+                    outcome.good = min(max(0, done * per_key - part.skip), len(part.block_ids))
+                    if good < len(ids):
+                        outcome.why = CANCELLED if not allowed else UNAVAILABLE if lease.ended else DAMAGED
+                        return
+            # An empty lease ends the wait, and so does the last block.
+            if not waits or done in (first, len(part.keys)):
+                return
 
     def _save(self, saving: _Transfer, save: Save, ends: float) -> None:
-        stored = 0
+        outcome = Outcome()
         try:
-            with self._guard("save"):
-                stored = self._fill_store(saving, save, ends)
+            with self._guard("save"), _explained(outcome):
+                self._fill_store(saving, save, ends, outcome)
         finally:
+            self._recorder.time("save_seconds", time.perf_counter() - saving.began)
+            self._record_save(save, outcome)
             with self._changed:
-                self._counts["saved"] += stored
-                self._counts["not saved"] += len(save.keys) - stored
                 self._saving.discard(saving)
                 self._changed.notify_all()
 
-    def _fill_store(self, saving: _Transfer, save: Save, ends: float) -> int:
-        """Returns the number of leading blocks that are stored."""
-        group, parent, stored = self._groups[save.group], save.parent, 0
+    def _record_save(self, save: Save, outcome: Outcome) -> None:
+        block_bytes = self._groups[save.group].layout.block_bytes
+        self._recorder.saved(save.request_id, save.group, len(save.keys), block_bytes, outcome)
+
+    def _fill_store(self, saving: _Transfer, save: Save, ends: float, outcome: Outcome) -> None:
+        """Stores the leading blocks of a save. Raises UNANSWERED."""
+        group, parent = self._groups[save.group], save.parent
         namespace, per_key = self._open(saving, group, save.block_ids), group.per_key
         if namespace is None:
-            return 0
+            outcome.why = CANCELLED
+            return
         for start in range(0, len(save.keys), _SAVE_BLOCKS):
             keys = save.keys[start : start + _SAVE_BLOCKS]
-            left_s = ends - time.monotonic()
-            if left_s <= 0:
-                break
+            left_s = _left_s(ends)
             tokens, size = save.tokens, group.layout.block_tokens
             if tokens is not None:
                 tokens = tokens[start * size : (start + len(keys)) * size]
@@ -295,14 +344,33 @@ class WorkerHalf:
                     first = (start + at) * per_key
                     with self._copying(saving) as allowed:
                         if not allowed:
-                            return stored
+                            outcome.why = CANCELLED
+                            return
                         group.pages.save(reservation, slot, save.block_ids[first : first + per_key])
                 result = reservation.commit()
-            stored += result.stored + result.present
+            outcome.good += result.stored + result.present
+            outcome.present += result.present
             if result.denied:
+                outcome.why = REFUSED
                 break  # its children would be denied too
             parent = None if group.layout.independent else keys[-1]
-        return stored
+
+
+@contextmanager
+def _explained(outcome: Outcome) -> Iterator[None]:
+    """Ends the `with` block where the daemon does not answer, with the reason in `outcome`."""
+    try:
+        yield
+    except UNANSWERED as error:
+        outcome.why = reason_of(error)
+
+
+def _left_s(ends: float) -> float:
+    """Returns the seconds until `ends`. Raises TimeoutError if there are none."""
+    left_s = ends - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("the deadline of the transfer has passed")
+    return left_s
 
 
 def _threads(count: int, name: str) -> ThreadPoolExecutor:

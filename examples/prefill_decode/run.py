@@ -2,16 +2,16 @@
 
     python run.py MODEL
 
-The prefill process computes the prompt and one token; its connector stores the prompt's blocks. The decode
-process loads these blocks, computes the rest of the prompt, and generates the answer. README.md lists what
-this does not do. MODEL is a folder or a name on the Hugging Face hub. Starts a daemon of its own.
+The prefill process computes the prompt and one token; its connector stores the prompt's blocks, and answers
+how many tokens they have. The decode process waits for these blocks, loads them, computes the rest of the
+prompt, and generates the answer. README.md lists what this does not do. MODEL is a folder or a name on the
+Hugging Face hub. Starts a daemon of its own.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import sys
-import time
 from multiprocessing.connection import Connection
 
 from kvstore.lab.local_daemon import LocalDaemon
@@ -24,7 +24,10 @@ ANSWER_TOKENS = 16
 
 
 def engine(role: str, model: str, url: str, pipe: Connection) -> None:
-    """Answers (prompt, max_tokens) with (prompt tokens, tokens from a cache, tokens of the answer)."""
+    """Answers requests of (prompt, max_tokens, transfer parameters).
+
+    An answer is (prompt tokens, tokens from a cache, tokens of the answer, transfer parameters).
+    """
     from vllm import LLM, SamplingParams  # noqa: PLC0415 - slow, and only the engines need it
 
     llm = LLM(
@@ -42,16 +45,13 @@ def engine(role: str, model: str, url: str, pipe: Connection) -> None:
     )
     pipe.send("ready")
     while request := pipe.recv():
-        prompt, max_tokens = request
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        prompt, max_tokens, params = request
+        sampling = SamplingParams(
+            max_tokens=max_tokens, temperature=0, ignore_eos=True, extra_args={"kv_transfer_params": params}
+        )
         [output] = llm.generate(prompt, sampling, use_tqdm=False)
-        if role == "kv_producer":
-            # True once the blocks of finished requests are stored. Without this wait, the decode process
-            # finds fewer blocks and computes the others.
-            while not llm.reset_prefix_cache():
-                time.sleep(0.01)
         tokens = list(output.outputs[0].token_ids)
-        pipe.send((len(output.prompt_token_ids), output.num_cached_tokens, tokens))
+        pipe.send((len(output.prompt_token_ids), output.num_cached_tokens, tokens, output.kv_transfer_params))
     llm.llm_engine.engine_core.shutdown()
 
 
@@ -70,10 +70,12 @@ def main() -> None:
             pipe.recv()
         prefill, decode = pipes["kv_producer"], pipes["kv_consumer"]
         for prompt in PROMPTS:
-            prefill.send((prompt, 1))
-            size, _, [first] = prefill.recv()
-            decode.send((prompt, ANSWER_TOKENS))
-            _, loaded, tokens = decode.recv()
+            prefill.send((prompt, 1, {"do_remote_decode": True}))
+            size, _, [first], params = prefill.recv()
+            # With it, vLLM would report the hits of the prefill process instead.
+            params.pop("remote_prefill_cached_tokens")
+            decode.send((prompt, ANSWER_TOKENS, params))
+            _, loaded, tokens, _ = decode.recv()
             print(f"prefill: {size} tokens; decode: {loaded} loaded, {size - loaded} computed", end="; ")
             print(f"{len(tokens)} generated, same first token: {tokens[0] == first}")
         for pipe in pipes.values():

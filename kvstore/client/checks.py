@@ -44,6 +44,17 @@ def check_parent(parent: Key | None, layout: Layout) -> None:
     check_keys([parent])
 
 
+def check_chain(chain: tuple[Layout, Key] | None, layout: Layout) -> None:
+    """Raises MisuseError unless blocks of this layout may belong to this block of a chain."""
+    if chain is None:
+        return
+    if not layout.independent:
+        raise MisuseError("only independent blocks belong to a chain", "pass `parent` instead of `chain`")
+    if chain[0].independent:
+        raise MisuseError("independent blocks are no chain", "a namespace of the kind chain")
+    check_keys([chain[1]])
+
+
 def check_deadline(deadline_s: float) -> float:
     """Returns the deadline. Raises MisuseError unless it is a positive number of seconds."""
     if not 0 < deadline_s < 86400:
@@ -123,14 +134,15 @@ def check_speed(recompute_tokens_per_s: float | None) -> float:
     return float(recompute_tokens_per_s)
 
 
-def check_estimate(recompute_s: float, load_s: float, have: int) -> Estimate:
+def check_estimate(estimate: Estimate) -> Estimate:
     """Returns what a lookup says of its caller. Raises MisuseError for times or a number out of range."""
-    for name, value in (("recompute_s", recompute_s), ("load_s", load_s)):
+    have = estimate.have
+    for name, value in (("recompute_s", estimate.recompute_s), ("load_s", estimate.load_s)):
         if not (_is_number(value) and 0 < value < math.inf):
             raise MisuseError(f"{name} is {value!r:.80}", "seconds, more than 0")
     if not isinstance(have, int) or have < 0:
         raise MisuseError(f"have is {have!r:.80}", "a number of blocks")
-    return Estimate(float(recompute_s), float(load_s), have)
+    return estimate
 
 
 def recompute_s(layout: Layout, tokens_per_s: float) -> float:

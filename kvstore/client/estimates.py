@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -17,6 +18,11 @@ class StoredPrefix:
         """Whether some stored blocks are not worth loading."""
         return self.worth_loading < self.blocks
 
+    @classmethod
+    def shortest(cls, some: Sequence[StoredPrefix]) -> StoredPrefix:
+        """Returns what all of these have."""
+        return cls(min(each.blocks for each in some), min(each.worth_loading for each in some))
+
     def times(self, step: int) -> StoredPrefix:
         """Returns the prefix of which this is every `step`-th block."""
         return StoredPrefix(self.blocks * step, self.worth_loading * step)
@@ -29,10 +35,10 @@ class StoredPrefix:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a lookup says of its caller.
+    """What a lookup says of its caller, so that the daemon can tell what is worth loading.
 
-    `recompute_s`: the time to compute one block (0: unknown). `load_s`: how long the caller waits for blocks
-    (0: as long as for the answer). `have`: leading blocks that the caller has.
+    `recompute_s`: the time (s) to compute one block (0: unknown). `load_s`: how long (s) the caller waits for
+    blocks (0: as long as for the answer). `have`: the number of leading blocks that the caller has.
     """
 
     recompute_s: float = 0.0

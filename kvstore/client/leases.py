@@ -143,6 +143,10 @@ class _Grant:
 class Lease(_Grant):
     """The leading blocks of an acquire; `len` is their number. `gpu`: see `DeviceLease`."""
 
+    stored: int
+    """The number of leading blocks that were stored. More than `len`: the others were not ready in time, or
+    slower to load than to recompute."""
+
     def __init__(
         self,
         slots: Slots,
@@ -158,6 +162,7 @@ class Lease(_Grant):
         `lost` returns whether the connection of the lease has ended.
         """
         super().__init__(slots, keys, namespace, end, gpu)
+        self.stored = len(slots)
         self._suspect = suspect
         self._lost = lost
 

@@ -177,8 +177,9 @@ class ForgetTenant(Event):
 class Reserve(Event):
     """Reserves slots for those of `keys` (one chain, in order) that are not stored. `parent` precedes them.
 
-    Keys of an independent namespace are no chain, and `parent` is empty. `tier`: see Acquire. `loading`: the
-    blocks are downloaded for a request.
+    Keys of an independent namespace are no chain, and `parent` is empty. They may belong to the block
+    `chain_key` of the namespace `chain` (empty: to none), and are refused if it is not stored. `tier`: see
+    Acquire. `loading`: the blocks are downloaded for a request.
     """
 
     request: int
@@ -188,6 +189,8 @@ class Reserve(Event):
     parent: bytes
     deadline: float
     tier: int = 0
+    chain: int = 0
+    chain_key: bytes = b""
     loading: bool = False
 
 

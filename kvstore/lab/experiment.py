@@ -12,6 +12,7 @@ from kvstore.errors import MisuseError
 from kvstore.lab.belady import Bound
 from kvstore.lab.capacity import Capacities, parse_capacities, parse_tier
 from kvstore.lab.closed_loop import ClosedLoop, of_conversations
+from kvstore.lab.hybrid import best_hits, parse_model
 from kvstore.lab.report import BoundPoint, Point, ReplaySettings, Report, TraceInfo
 from kvstore.lab.sweep import Progress, Task, run
 from kvstore.lab.traces import Trace
@@ -27,7 +28,8 @@ class Options:
     """How to replay a trace. `block_tokens` None: 256 for conversations, otherwise the trace's own.
 
     `loop` None: the default closed loop, for conversations only. `placement`: options of `SimulatedNode`.
-    `repeat`: how many times the trace is replayed in a row; each time has blocks of its own.
+    `repeat`: how many times the trace is replayed in a row; each time has blocks of its own. `model`: a
+    hybrid model, see `parse_model`; "": full attention only.
     """
 
     block_bytes: int = 2 << 20
@@ -37,6 +39,7 @@ class Options:
     placement: dict[str, str] = field(default_factory=dict)
     processes: int = 1
     repeat: int = 1
+    model: str = ""
 
 
 class Experiment:
@@ -57,6 +60,7 @@ class Experiment:
         self.block_bytes = options.block_bytes
         self.processes = options.processes
         self._placement = dict(options.placement)
+        self.model = parse_model(options.model) if options.model else None
         self._trace = trace = Trace(path, options.skip_bad)
         self._loop: ClosedLoop | None = None
         given_tokens = options.block_tokens
@@ -73,7 +77,11 @@ class Experiment:
             workload = of_chats(trace, trace.block_tokens if given_tokens is None else given_tokens)
         self.workload = workload.repeated(options.repeat)
         self.bound = Bound(self.workload)
-        self.best_ratio = self.ratio(self.bound.hits(self.workload.unique_blocks))
+        self._model_name = options.model
+        self._best = self.bound.hits(self.workload.unique_blocks)
+        if self.model is not None:
+            self._best = best_hits(self.workload, self.model)
+        self.best_ratio = self.ratio(self._best)
         """The hit ratio of a cache that holds every block."""
 
     def report(
@@ -93,7 +101,7 @@ class Experiment:
         for policy in policies:
             find(policy)
         tasks = [
-            Task(policy, text, tiers, self.block_bytes, self._placement)
+            Task(policy, text, tiers, self.block_bytes, self._placement, self.model)
             for policy in policies
             for text, tiers in capacities
         ]
@@ -102,9 +110,13 @@ class Experiment:
     def summary(self, points: list[Point], parsed: Sequence[tuple[str, Capacities]]) -> Report:
         """Returns a report of these points, with Belady's bound for the sum of all tiers at each capacity."""
         sizes = [(text, sum(tier.blocks(self.block_bytes) for tier in tiers)) for text, tiers in parsed]
-        bounds = [BoundPoint(text, blocks, self.ratio(self.bound.hits(blocks))) for text, blocks in sizes]
+        # What a hybrid model serves is a prefix of full attention too.
+        hits = [(text, blocks, min(self.bound.hits(blocks), self._best)) for text, blocks in sizes]
+        bounds = [BoundPoint(text, blocks, self.ratio(n)) for text, blocks, n in hits]
         loop = asdict(self._loop) if self._loop else {}
-        settings = ReplaySettings(self.workload.block_tokens, self.block_bytes, self._placement, **loop)
+        settings = ReplaySettings(
+            self.workload.block_tokens, self.block_bytes, self._placement, self._model_name, **loop
+        )
         return Report(self._trace_info(), settings, points, bounds)
 
     def parse(self, capacity: str) -> Capacities:

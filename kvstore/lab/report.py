@@ -34,11 +34,15 @@ class TraceInfo:
 
 @dataclass(frozen=True, slots=True)
 class ReplaySettings:
-    """The settings of a replay. `users` to `seed` are None if the trace has its own clock."""
+    """The settings of a replay. `model`: the hybrid model, "": full attention only.
+
+    `users` to `seed` are None if the trace has its own clock.
+    """
 
     block_tokens: int
     block_bytes: int
     options: dict[str, str] = field(default_factory=dict)
+    model: str = ""
     users: int | None = None
     gap_cap_s: float | None = None
     shared: float | None = None

@@ -26,7 +26,10 @@ from kvstore.errors import KVStoreError
 from kvstore.lab.capacity import Capacities
 from kvstore.types import Tier
 
-_NAMESPACE, _CLIENT = 1, 1
+CHAIN = 1
+"""The namespace of the blocks of full attention."""
+_CLIENT = 1
+_ANSWERS = (ac.Grant, ac.Reserved, ac.Answer, ac.Presence, ac.Deny)
 _SPARE_ROWS = 1 << 16
 _SEED = 1
 
@@ -61,7 +64,7 @@ class SimulatedNode:
         self._request = 0
         self._nothing = np.zeros(self.placement.view.limits.reserve_keys, np.uint64)
         self._written = np.ones(self.placement.view.limits.reserve_keys, np.bool_)
-        self._ask(ev.OpenNamespace(0, _NAMESPACE, block_bytes))
+        self._ask(ev.OpenNamespace(0, CHAIN, block_bytes))
         for tier, spec in enumerate(specs):
             for extent in range(spec.limit_bytes // spec.extent_bytes):
                 self._send(ev.ExtentReady(tier, extent))
@@ -69,14 +72,16 @@ class SimulatedNode:
 
     def prompt(self, keys: Keys, now: float) -> int:
         """Reads the stored prefix and puts the rest. `now`: seconds, monotonic. Returns the blocks served."""
-        if now > self._now:
-            self._pass_time(now)
-        found = self._get(keys, self._lookup(keys))
+        self.pass_time(now)
+        found = self._get(CHAIN, keys.take(0, self._lookup(keys)))
         if found < keys.n:
-            self._put(keys, found)
+            self._put(CHAIN, keys, found)
         return found
 
-    def _pass_time(self, now: float) -> None:
+    def pass_time(self, now: float) -> None:
+        """Goes on to the time `now`, in seconds."""
+        if now <= self._now:
+            return
         wake = self.placement.next_wakeup()
         self._now = now
         if wake is not None and wake <= now:
@@ -86,18 +91,18 @@ class SimulatedNode:
         found, batch = 0, self.placement.view.limits.batch_keys
         while found < keys.n:
             part = keys if keys.n <= batch else keys.take(found, min(found + batch, keys.n))
-            n = self._ask(ev.Lookup(0, _NAMESPACE, part)).value
+            n = self._ask(ev.Lookup(0, CHAIN, part)).value
             found += n
             if n < part.n:
                 break
         return found
 
-    def _get(self, keys: Keys, found: int) -> int:
+    def _get(self, namespace: int, keys: Keys) -> int:
         # A lease may cover less than the request without room in DRAM; only an empty lease ends the prefix.
         have, batch = 0, self.placement.view.limits.batch_keys
-        while have < found:
-            part = keys.take(have, min(have + batch, found))
-            grant = self._ask(ev.Acquire(0, _CLIENT, _NAMESPACE, part, inf))
+        while have < keys.n:
+            part = keys.take(have, min(have + batch, keys.n))
+            grant = self._ask(ev.Acquire(0, _CLIENT, namespace, part, inf))
             if not grant.lease:
                 break
             self.hits += np.bincount(grant.slots["tier"], minlength=len(self.hits))
@@ -105,11 +110,14 @@ class SimulatedNode:
             self._send(ev.Release(_CLIENT, grant.lease))
         return have
 
-    def _put(self, keys: Keys, have: int) -> None:
+    def _put(self, namespace: int, keys: Keys, have: int, chain_key: bytes = b"") -> None:
+        """Stores the keys after the first `have`: of the chain, or blocks that belong to its `chain_key`."""
         step = self.placement.view.limits.reserve_keys
         for at in range(have, keys.n, step):
             part = keys.take(at, min(at + step, keys.n))
-            reserved = self._ask(ev.Reserve(0, _CLIENT, _NAMESPACE, part, keys[at - 1] if at else b"", inf))
+            parent = keys[at - 1] if at and namespace == CHAIN else b""
+            event = ev.Reserve(0, _CLIENT, namespace, part, parent, inf, 0, CHAIN, chain_key)
+            reserved = self._ask(event)
             n = len(reserved.slots)
             if n:
                 self._ask(ev.Commit(0, _CLIENT, reserved.lease, self._nothing[:n], self._written[:n]))
@@ -141,7 +149,7 @@ class SimulatedNode:
                     todo.append(ev.ProbeDone(action.probe, np.zeros(len(action.identity), np.uint8)))
                 elif isinstance(action, ac.RenewExtent):
                     todo.append(ev.ExtentReady(action.tier, action.extent, replaces=action.extent))
-                elif isinstance(action, ac.Grant | ac.Reserved | ac.Answer | ac.Deny) and action.request:
+                elif isinstance(action, _ANSWERS) and action.request:
                     answer = action
         return answer
 

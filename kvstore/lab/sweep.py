@@ -26,6 +26,7 @@ import numpy.typing as npt
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.errors import KVStoreError
 from kvstore.lab.capacity import Capacities
+from kvstore.lab.hybrid import Hybrid, HybridNode
 from kvstore.lab.report import Point
 from kvstore.lab.simulated_node import SimulatedNode, keys_of
 from kvstore.lab.workload import Workload
@@ -40,13 +41,24 @@ _Done = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One replay. `capacity` is the text of `capacities`; `options` are arguments of Placement."""
+    """One replay. `capacity` is the text of `capacities`; `options` are arguments of Placement.
+
+    `model` None: full attention only.
+    """
 
     policy: str
     capacity: str
     capacities: Capacities
     block_bytes: int
     options: dict[str, Any] = field(default_factory=dict)
+    model: Hybrid | None = None
+
+    def node(self, block_tokens: int) -> SimulatedNode:
+        """Returns an empty node."""
+        options = {"policy": self.policy, **self.options}
+        if self.model is None:
+            return SimulatedNode(self.capacities, self.block_bytes, options)
+        return HybridNode(self.capacities, self.block_bytes, self.model, block_tokens, options)
 
 
 def run(
@@ -139,7 +151,7 @@ def _run_there(folder: Path, number: int, task: Task) -> Point:
 
 def replay(workload: Workload, task: Task, progress: Progress | None = None) -> Point:
     """Replays a workload on an empty node."""
-    node = SimulatedNode(task.capacities, task.block_bytes, {"policy": task.policy, **task.options})
+    node = task.node(workload.block_tokens)
     keys = keys_of(np.arange(workload.unique_blocks))
     starts, times_s = workload.starts.tolist(), workload.times_s.tolist()
     begin, told = time.perf_counter(), 0.0

@@ -305,18 +305,22 @@ class Presence(_Numbered):
 class Reserve(_Keyed):
     """Reserves slots for the keys that are not stored yet. Answered by Reserved. `device`: see Acquire.
 
-    `tokens`: the tokens of the blocks, the same number of u32 for each key; empty: unknown.
+    `tokens`: the tokens of the blocks, the same number of u32 for each key; empty: unknown. Independent
+    blocks may belong to the block `chain_key` of the namespace `chain`; empty: to none.
     """
 
     parent: bytes
     timeout_s: float
     device: str = ""
     tokens: bytes = b""
+    chain: int = _since(11, 0)
+    chain_key: bytes = _since(11, b"")
 
     def validate(self) -> None:
         _check_keys(self.key_bytes, self.keys)
-        if len(self.parent) > MAX_KEY_BYTES:
-            raise RemoteProtocolError(f"a parent key of {len(self.parent)} bytes")
+        for key in (self.parent, self.chain_key):
+            if len(key) > MAX_KEY_BYTES:
+                raise RemoteProtocolError(f"a parent key of {len(key)} bytes")
 
 
 @_message(11)

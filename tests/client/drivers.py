@@ -95,6 +95,8 @@ def _unwrapped(value: Any) -> Any:
     """An argument as the asyncio client takes it: with its own namespaces."""
     if isinstance(value, list | tuple):
         return type(value)(_unwrapped(each) for each in value)
+    if isinstance(value, dict):
+        return {name: _unwrapped(each) for name, each in value.items()}
     return value._inner if isinstance(value, _Blocking) else value
 
 
@@ -111,7 +113,7 @@ class _Blocking:
             return value
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            result = self._driver.in_place(lambda: value(*_unwrapped(args), **kwargs))
+            result = self._driver.in_place(lambda: value(*_unwrapped(args), **_unwrapped(kwargs)))
             wrapped = isinstance(result, AsyncNamespace | Reservation)
             return _Blocking(self._driver, result) if wrapped else result
 

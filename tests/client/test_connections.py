@@ -425,6 +425,35 @@ def test_questions_about_several_namespaces_take_one_round_trip(driver: Driver, 
     assert result() == [[[i == stored] for i in range(5)] for stored in (0, 3)]
 
 
+def test_a_lookup_of_chains_and_others_takes_one_round_trip(driver: Driver, reader: Reader) -> None:
+    client = driver.client(f"unix://{reader.path}", deadline_s=DEADLINE_S, strict=True)
+    spaces, keys = [client.namespace(new_layout()) for _ in range(4)], [bytes([i, i]) for i in range(100)]
+
+    def ask() -> list[Any]:
+        chains = [(ns, keys, prompt, None) for ns, prompt in zip(spaces[:2], (100, 0), strict=True)]
+        with client:
+            return [client.lookup(chains, [(ns, keys) for ns in spaces[2:]]) for _ in range(2)]
+
+    result = ThreadPoolExecutor(1).submit(ask)
+    reader._greeter.join(DEADLINE_S)
+    opens = reader.read(4)
+    assert [type(message) for message in opens] == [m.Open] * 4
+    for message in opens:
+        reader.send(m.Opened(message.id, message.id, b"f" * 16))
+    for _ in range(2):
+        asked = reader.read(4)
+        assert [type(message) for message in asked] == [m.Lookup] * 2 + [m.Contains] * 2
+        assert [message.namespace for message in asked] == [message.id for message in opens]
+        assert [message.asks for message in asked[:2]] == [100, 0]
+        assert [message.known for message in asked[:2]] == [0, 100]
+        for message in asked[:1:-1]:
+            reader.send(m.Presence(message.id, bytes([1] * 60 + [0] * 40)))
+        reader.send(m.Found(asked[1].id, 7, False, 7))
+        reader.send(m.Found(asked[0].id, 9, False, 9))
+    for prefixes, masks in result.result(DEADLINE_S):
+        assert ([each.blocks for each in prefixes], [mask.sum() for mask in masks]) == ([9, 7], [60, 60])
+
+
 def test_an_answer_to_another_request_ends_the_connection(driver: Driver, reader: Reader) -> None:
     result = questions(driver, reader, 2)
     opens = reader.read(2)

@@ -8,13 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvstore import Client
+from kvstore import Client, StoredPrefix
 from kvstore.client.calls.presence import NAMESPACES_AT_ONCE
 from kvstore.client.sync import Namespace
 from kvstore.errors import DeniedError, MisuseError
 from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.wire import messages as m
 from tests.client.drivers import Driver
+from tests.daemon.hits import figures, since
 from tests.daemons import SMALL, Peer, eventually, got, idle, names, new_layout, payloads, room_for
 
 FEW = {**SMALL, "limits": {"batch_keys": 16}}
@@ -92,6 +93,40 @@ def test_a_daemon_refuses_a_parent_that_a_client_sends(daemon: LocalDaemon) -> N
         assert "layout.kind is 'tree'" in unknown.why
 
 
+def test_blocks_belong_to_a_stored_chain(client: Client, ns: Namespace) -> None:
+    chain, keys, states = client.namespace(new_layout()), names(4), names(20, "states")
+    chain.put(keys[:2], payloads(keys[:2]))
+    assert ns.put(states, payloads(states), chain=(chain, keys[1])).stored == 20, "in several batches"
+    refused = ns.put(states[:1] + names(1), payloads(states[:1] + names(1)), chain=(chain, keys[2]))
+    assert (refused.stored, refused.denied) == (0, 2)
+    assert refused.why.startswith("the chain of these blocks is not stored")
+    for call, why in (
+        (lambda: chain.put(keys, payloads(keys), chain=(chain, keys[0])), "only independent blocks belong"),
+        (lambda: ns.put(keys, payloads(keys), chain=(ns, keys[0])), "independent blocks are no chain"),
+        (lambda: ns.reserve(keys, chain=("ns", keys[0])), "a namespace of another client"),
+        (lambda: ns.reserve(keys, chain=(chain, b"")), "key"),
+    ):
+        with pytest.raises(MisuseError, match=why):
+            call()
+    reservation = ns.reserve(keys, chain=(chain, keys[0]))
+    assert len(reservation) == 4
+    reservation.abort()
+
+
+def test_a_daemon_refuses_chains_that_are_none_of_the_peer(daemon: LocalDaemon) -> None:
+    layout = replace(new_layout(), kind="independent")
+    with Peer(daemon.socket) as peer:
+        assert isinstance(peer.ask(m.Hello(m.MAGIC, m.VERSION, "")), m.Welcome)
+        number = peer.ask(m.Open(1, layout.to_map(), "", 0.0)).namespace
+        for chain, why in (
+            (number, "independent blocks are no chain"),
+            (99, "99 is no chain of this tenant"),
+        ):
+            answer = peer.ask(m.Reserve(2, number, 1, b"k", b"", 0.0, "", b"", chain, b"a"))
+            assert isinstance(answer, m.Denied)
+            assert answer.why == why
+
+
 def test_independent_blocks_are_pinned_prefetched_hinted_and_invalidated(ns: Namespace) -> None:
     keys = names(5)
     some = [keys[4], keys[1]]
@@ -157,6 +192,53 @@ def test_a_refused_namespace_has_no_keys_and_the_others_have_theirs(
         pytest.raises(DeniedError, match="no such namespace"),
     ):
         ask(client)
+
+
+def test_a_lookup_answers_for_chains_and_others_and_counts_each_prompt_once(
+    client: Client, ns: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.client.calls.reads.SAMPLE_FROM", 9)
+    whole, part, keys = client.namespace(new_layout()), client.namespace(new_layout()), names(40)
+    whole.put(keys[:25], payloads(keys[:25]))
+    part.put(keys[:12], payloads(keys[:12]))
+    ns.put(keys[1::3], payloads(keys[1::3]))
+    with Client(client.path, deadline_s=10) as other:
+        for others in ([(ns, keys), (ns, keys[:2])], []):
+            before = figures(other)
+            prefixes, masks = client.lookup(
+                [(whole, keys, 40, None), (part, keys, 0, None), (part, [], 3, None)], others
+            )
+            assert [each.blocks for each in prefixes] == [25, 12, 0]
+            expected = [[i % 3 == 1 for i in range(40)], [False, True]]
+            assert [mask.tolist() for mask in masks] == expected[: len(others)]
+            assert since(before, figures(other)) == {"requested": 43, "found": 25, "missed": 18}
+    assert client.lookup([]) == ([], [])
+
+
+def test_a_refused_chain_has_no_keys_and_the_others_have_theirs(driver: Driver, daemon: LocalDaemon) -> None:
+    keys = names(3)
+
+    def ask(client: Client) -> tuple[list[int], list[list[bool]]]:
+        mine, theirs = client.namespace(new_layout()), client.namespace(new_layout(), owner="nobody")
+        mine.put(keys, payloads(keys))
+        chains = [(theirs, keys, 0, None), (mine, keys, 0, None)]
+        prefixes, masks = client.lookup(chains, [(theirs, keys), (mine, keys)])
+        return [each.blocks for each in prefixes], [mask.tolist() for mask in masks]
+
+    with driver.client(daemon.url, deadline_s=10) as client:
+        assert ask(client) == ([0, 3], [[False] * 3, [True] * 3])
+    with (
+        driver.client(daemon.url, deadline_s=10, strict=True) as client,
+        pytest.raises(DeniedError, match="no such namespace"),
+    ):
+        ask(client)
+
+
+def test_a_lookup_without_a_daemon_is_a_miss_for_all(driver: Driver) -> None:
+    with driver.client("unix:///nowhere/kvstore.sock") as client:
+        ns = client.namespace(new_layout())
+        prefixes, masks = client.lookup([(ns, names(2), 2, None)], [(ns, names(3))], deadline_s=0.5)
+        assert (prefixes, [mask.tolist() for mask in masks]) == ([StoredPrefix()], [[False] * 3])
 
 
 @pytest.mark.parametrize("kind", ["chain", "independent"])

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvstore import Client, Layout, StoredPrefix
-from kvstore.client.calls.call import Connect, Exchange, Flow
+from kvstore import Client, Estimate, Layout, StoredPrefix
+from kvstore.client.calls.call import Connect, Exchange, Flow, Pipeline
 from kvstore.errors import MisuseError
 from kvstore.wire import messages as m
 from tests.client.test_calls import OPENED, Recorded, protocol_of
@@ -23,7 +23,8 @@ class Asked:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, batch: int, version: int = m.VERSION) -> None:
         self.lookups: list[m.Lookup] = []
         self.daemon: Daemon = lambda q: m.Found(q.id, 0, False)
-        self._space = Client("unix:///x").namespace(Layout("m", 4096, block_tokens=16))
+        self._client = Client("unix:///x")
+        self._space = self._client.namespace(Layout("m", 4096, block_tokens=16))
         monkeypatch.setattr(Client, "_drive", self._drive)
         self._batch, self._version = batch, version
 
@@ -32,21 +33,26 @@ class Asked:
         try:
             while True:
                 step = flow.send(reply)
-                if isinstance(step, m.Lookup):
-                    self.lookups.append(step)
-                    reply = self.daemon(step)
-                elif isinstance(step, Connect):
+                if isinstance(step, Pipeline):
+                    reply = [self._answer(each) for each in step.messages]
+                else:
+                    assert isinstance(step, Connect)
                     protocol = protocol_of(self._batch)
                     protocol.version = self._version
                     reply = Recorded(protocol)
-                else:
-                    reply = OPENED
         except StopIteration as end:
             return end.value
 
+    def _answer(self, message: Any) -> Any:
+        if not isinstance(message, m.Lookup):
+            return OPENED
+        self.lookups.append(message)
+        return self.daemon(message)
+
     def __call__(self, keys: list[bytes], have: int = 0) -> StoredPrefix:
         self.lookups.clear()
-        return self._space.worth_loading(keys, 0.002, 0.8, have)
+        [found], _ = self._client.lookup([(self._space, keys, None, Estimate(0.002, 0.8, have))])
+        return found
 
 
 def daemon_with(keys: list[bytes], stored: int, worth: int, gaps: bool = False) -> Daemon:
@@ -122,4 +128,4 @@ def test_an_older_daemon_hears_no_speed_and_all_counts(monkeypatch: pytest.Monke
 )
 def test_estimates_out_of_range_are_misuse(wrong: tuple[float, float, int]) -> None:
     with Client("unix:///x") as client, pytest.raises(MisuseError):
-        client.namespace(Layout("m", 4096)).worth_loading(names(1), *wrong)
+        client.lookup([(client.namespace(Layout("m", 4096)), names(1), None, Estimate(*wrong))])

@@ -602,8 +602,9 @@ class World:
         parent: bytes = b"",
         wait: float = 0.0,
         at: int = 0,
+        of: tuple[int, bytes] = (0, b""),
     ) -> ac.Action | None:
-        return self.ask(ev.Reserve(0, client, namespace, joined(keys), parent, self.now + wait, at))
+        return self.ask(ev.Reserve(0, client, namespace, joined(keys), parent, self.now + wait, at, *of))
 
     def fill(self, namespace: int, keys: list[bytes], room: ac.Reserved, salt: int = 0) -> np.ndarray:
         """Writes the payloads of the granted keys; returns their checksums."""
@@ -631,9 +632,10 @@ class World:
         parent: bytes = b"",
         salt: int = 0,
         at: int = 0,
+        of: tuple[int, bytes] = (0, b""),
     ) -> int:
-        """Stores a chain at once; returns how many blocks were stored."""
-        room = self.reserve(client, namespace, keys, parent, at=at)
+        """Stores a chain at once; returns how many blocks were stored. `of`: the block they belong to."""
+        room = self.reserve(client, namespace, keys, parent, at=at, of=of)
         if not isinstance(room, ac.Reserved) or not room.lease:
             return 0
         return self.commit(client, room, self.fill(namespace, keys, room, salt))

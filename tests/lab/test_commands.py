@@ -54,6 +54,15 @@ def talks(tmp_path: Path) -> Path:
     return write(tmp_path / "talks.jsonl", rows)
 
 
+def test_replay_of_a_hybrid_model(trace: Path) -> None:
+    plain = json_of("replay", trace, "--capacities", "20%")
+    hybrid = json_of("replay", trace, "--capacities", "20%", "--model", "3xstate")
+    assert (plain["settings"]["model"], hybrid["settings"]["model"]) == ("", "3xstate")
+    assert hybrid["points"][0]["hit_ratio"] < plain["points"][0]["hit_ratio"]
+    assert hybrid["trace"]["best_hit_ratio"] <= plain["trace"]["best_hit_ratio"]
+    assert hybrid["points"][0]["hit_ratio"] <= hybrid["bounds"][0]["hit_ratio"]
+
+
 def test_replay(trace: Path) -> None:
     args = ("replay", trace, "--capacities", "5%,20%,5%+20%")
     report = json_of(*args)
@@ -229,6 +238,7 @@ def test_capacities() -> None:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
+        (["replay", "--model", "llama"], "no hybrid model 'llama' (one of gpt-oss, gemma-3, qwen3-next"),
         (["replay", "--policies", "lru,nru"], "no eviction policy 'nru' (one of lru"),
         (["replay", "--capacities", "5%,,6%"], "--capacities: '5%,,6%' has an empty item"),
         (["replay", "--capacities", "5000"], "5000 may mean blocks or bytes"),

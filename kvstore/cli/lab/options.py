@@ -33,6 +33,14 @@ class ExperimentOptions:
         int | None,
         Option(help="Tokens per block, a multiple of the trace's. Without it: chats 512, conversations 256."),
     ] = None
+    model: Annotated[
+        str,
+        Option(
+            metavar="NAME",
+            help="Hybrid model: gpt-oss, gemma-3, qwen3-next; or groups of windows of tokens, 5x1024, or of "
+            "states, 3xstate. Without it: full attention only.",
+        ),
+    ] = ""
     write_policy: Annotated[str, Option(help="Writes to NVMe: write_through or on_evict.")] = "write_through"
     admission: Annotated[str, Option(help="Admission to NVMe: always, twice or reuse.")] = "always"
     threshold: Annotated[
@@ -96,6 +104,7 @@ class ExperimentOptions:
                 "write_budget": self.write_budget,
             },
             repeat=self.repeat,
+            model=self.model,
             processes=self.processes or os.cpu_count() or 1,
         )
         with status_line() as show_step:

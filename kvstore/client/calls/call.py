@@ -193,3 +193,23 @@ def returns(value: R) -> Flow[R]:
     """Returns a flow without steps."""
     return value
     yield
+
+
+def side_by_side(flows: Sequence[Flow[Any]]) -> Flow[list[Any]]:
+    """Runs flows of requests; returns their results. Each round trip has the next request of every flow."""
+    results: list[Any] = [None] * len(flows)
+    replies: dict[int, Any] = dict.fromkeys(range(len(flows)))
+    while replies:
+        steps = dict[int, Any]()
+        for number, reply in replies.items():
+            try:
+                steps[number] = flows[number].send(reply)
+            except StopIteration as end:
+                results[number] = end.value
+        several = [step.messages if isinstance(step, Pipeline) else [step] for step in steps.values()]
+        answers = iter((yield Pipeline([each for some in several for each in some])) if steps else ())
+        replies = {
+            number: [next(answers) for _ in step.messages] if isinstance(step, Pipeline) else next(answers)
+            for number, step in steps.items()
+        }
+    return results

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.client.calls.call import Call, Exchange, Flow, Work, call
-from kvstore.client.calls.presence import contains
+from kvstore.client.calls.call import Call, Exchange, Flow, R, Work, call, side_by_side
+from kvstore.client.calls.presence import Mask, contains, contains_all
 from kvstore.client.calls.scope import (
     Chain,
     Scope,
@@ -22,7 +22,6 @@ from kvstore.client.calls.scope import (
 )
 from kvstore.client.checks import (
     check_device,
-    check_estimate,
     check_out,
     check_speed,
     recompute_s,
@@ -34,13 +33,16 @@ from kvstore.client.leases import Buffer, Lease, Slots
 from kvstore.client.prompts import PromptRequests
 from kvstore.cuda.device import Gpu
 from kvstore.errors import DeniedError, TierError
-from kvstore.types import SLOT_RECORD, Key, check_keys
+from kvstore.types import SLOT_RECORD, Key, Layout, check_keys
 from kvstore.wire import messages as m
 
 SAMPLE_FROM = 512
 """A lookup of at least this number of keys sends a sample of them first."""
 ESTIMATES_SINCE = 11
 """The version of the wire that introduced the load time and the blocks that the caller has."""
+
+LookedUp = tuple[list[StoredPrefix], list[Mask]]
+"""The stored prefix of each chain, and which keys of each other namespace are stored."""
 
 
 class ReadCalls(Scoped):
@@ -67,36 +69,9 @@ class ReadCalls(Scoped):
         that were looked up belong to the same prompt; `put` and `reserve` end it. Pass `prompt` where
         several processes make requests for one prompt.
         """
-        check_keys(keys if len(keys) < SAMPLE_FROM or self.layout.independent else keys[:1])
+        check_sample(self.layout, keys)
         block_s = self._recompute_s(recompute_tokens_per_s)
         return Call(lambda exchange: lookup(exchange, self._scope, keys, block_s, prompt), deadline_s, int)
-
-    @call
-    def worth_loading(
-        self,
-        keys: Sequence[Key],
-        recompute_s: float,
-        load_s: float,
-        have: int = 0,
-        deadline_s: float | None = None,
-        prompt: int | None = None,
-    ) -> Call[StoredPrefix]:
-        """Returns how many leading keys are stored, and how many of them to load to save the most time.
-
-        For engines that know their own speed: `recompute_s` is the time (s) to compute one block, more than
-        0. The daemon estimates the load time from the bandwidth and the queue of each device. Blocks that
-        would load later than in `load_s` seconds do not count. The caller has the first `have` blocks: they
-        are not loaded. Of 512 keys or more, a sample is asked; the end is then off by up to the square root
-        of their number. A daemon that speaks version 10 of the wire or older answers as `lookup` without a
-        speed. `prompt`: see lookup.
-        """
-        estimate = check_estimate(recompute_s, load_s, have)
-        check_keys(keys if len(keys) < SAMPLE_FROM or self.layout.independent else keys[:1])
-
-        def flow(exchange: Exchange) -> Flow[StoredPrefix]:
-            return find_prefix(exchange, self._scope, keys, estimate, prompt)
-
-        return Call(flow, deadline_s, StoredPrefix)
 
     @call
     def contains(self, keys: Sequence[Key], deadline_s: float | None = None) -> Call[npt.NDArray[np.bool_]]:
@@ -175,22 +150,33 @@ class ReadCalls(Scoped):
         return recompute_s(self.layout, check_speed(tokens_per_s) or self._client.recompute_tokens_per_s)
 
 
+def check_sample(layout: Layout, keys: Sequence[Key]) -> None:
+    """Checks the keys of a lookup: all if all may be sent, else the first. Raises MisuseError."""
+    check_keys(keys if len(keys) < SAMPLE_FROM or layout.independent else keys[:1])
+
+
 def lookup(
     exchange: Exchange, scope: Scope, keys: Sequence[Key], recompute_s: float = 0.0, prompt: int | None = None
 ) -> Flow[int]:
     """Returns the length of the stored prefix; with `recompute_s`, of the part that is worth loading."""
-    found = yield from find_prefix(exchange, scope, keys, Estimate(recompute_s), prompt)
+    found = yield from find_prefix(exchange, scope, keys, prompt, Estimate(recompute_s))
     return found.worth_loading
 
 
 def find_prefix(
-    exchange: Exchange, scope: Scope, keys: Sequence[Key], estimate: Estimate, prompt: int | None = None
+    exchange: Exchange,
+    scope: Scope,
+    keys: Sequence[Key],
+    prompt: int | None,
+    estimate: Estimate,
+    at_once: bool = False,
 ) -> Flow[StoredPrefix]:
     """Returns the length of the stored prefix, and of its part that is worth loading.
 
     The parent of a stored block is stored. So a lookup of a long prompt first sends every k-th key, then the
     keys between the last one found and the next: two short requests instead of a long one. It sends all keys
-    if parents are missing, if the blocks are independent, or for an exact estimate.
+    if parents are missing, if the blocks are independent, for an exact estimate, or if one request has room
+    for them and the caller wants the answer `at_once`.
     """
     namespace, _ = yield from open_namespace(exchange, scope)
     requests = scope.prompts.of_lookup(scope.name, keys, prompt)
@@ -213,7 +199,8 @@ def find_prefix(
     if not keys and requests.new_blocks:
         return (yield from found_of(0, keys, estimate))
     batch = exchange.protocol.batch_keys
-    step = 0 if scope.layout.independent else int(len(keys) ** 0.5)
+    in_one = scope.layout.independent or (at_once and len(keys) <= batch)
+    step = 0 if in_one else int(len(keys) ** 0.5)
     if step and len(keys) >= SAMPLE_FROM and step + 2 < batch and not estimate.exact:
         known = -(-requests.known() // step)
         answer = yield message(0, keys[step - 1 :: step], known, estimate, step)
@@ -231,6 +218,37 @@ def find_prefix(
         if more.blocks < len(some):
             break
     return found
+
+
+def lookup_all(
+    exchange: Exchange,
+    chains: Sequence[tuple[Scope, Sequence[Key], int | None, Estimate]],
+    others: Sequence[tuple[Scope, Chain]],
+    strict: bool,
+) -> Flow[LookedUp]:
+    """Looks up chains, and asks which keys others have, side by side. Refused ones have none unless `strict`.
+
+    A chain has the arguments of `find_prefix`. Beside others, all keys of a chain are sent: theirs are too.
+    """
+    at_once = bool(others)
+    flows: list[Flow[Any]] = [
+        _unless_refused(find_prefix(exchange, *chain, at_once), StoredPrefix(), strict) for chain in chains
+    ]
+    if others:
+        none = [np.zeros(len(chain), np.bool_) for _, chain in others]
+        flows.append(_unless_refused(contains_all(exchange, others, strict), none, strict))
+    results = yield from side_by_side(flows)
+    return results[: len(chains)], results[-1] if others else []
+
+
+def _unless_refused(flow: Flow[R], miss: R, strict: bool) -> Flow[R]:
+    """Runs a flow. Returns `miss` if the daemon refuses, unless `strict`."""
+    try:
+        return (yield from flow)
+    except DeniedError:
+        if strict:
+            raise
+        return miss
 
 
 def acquire(
@@ -276,7 +294,9 @@ def lease(
     number, granted = checked(answer).lease, len(answer.slots) // SLOT_RECORD.itemsize
     requests.note_delivery(at, granted)
     if not number:
-        return no_lease(scope.layout.block_bytes, gpu)
+        none = no_lease(scope.layout.block_bytes, gpu)
+        none.stored = answer.stored
+        return none
     protocol.leases.add(number)
     keys, corrupt = chain.keys, set[Key]()
 
@@ -299,7 +319,9 @@ def lease(
         exchange.post(m.Suspect(0, namespace, len(key), key, device if slots.in_hbm else ""))
 
     kind = Lease if gpu is None else DeviceLease
-    return kind(slots, keys, fingerprint, end, suspect, exchange.connection.ended, gpu)
+    made = kind(slots, keys, fingerprint, end, suspect, exchange.connection.ended, gpu)
+    made.stored = max(granted, answer.stored)
+    return made
 
 
 def no_lease(block_bytes: int, gpu: Gpu | None) -> Lease:

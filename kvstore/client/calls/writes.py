@@ -7,8 +7,17 @@ from functools import partial
 from typing import Any
 
 from kvstore.client.calls.call import Call, Exchange, Flow, Work, call, returns
-from kvstore.client.calls.scope import Chain, Scope, Scoped, checked, map_slots, open_namespace, value_of
-from kvstore.client.checks import check_blocks, check_device, check_parent, check_token_ids
+from kvstore.client.calls.scope import (
+    Chain,
+    Scope,
+    Scoped,
+    checked,
+    map_slots,
+    open_namespace,
+    scope_of,
+    value_of,
+)
+from kvstore.client.checks import check_blocks, check_chain, check_device, check_parent, check_token_ids
 from kvstore.client.gpu import DeviceReservation
 from kvstore.client.leases import INVALIDATED, NO_ANSWER, Buffer, PutResult, Reservation, Slots
 from kvstore.cuda.device import Gpu
@@ -17,6 +26,9 @@ from kvstore.types import Key
 from kvstore.wire import messages as m
 
 GRANTED, PRESENT, PENDING = 0, 1, 2
+
+Block = tuple[Scope, Key]
+"""A block, by its namespace and key."""
 
 
 class WriteCalls(Scoped):
@@ -30,6 +42,7 @@ class WriteCalls(Scoped):
         parent: Key | None = None,
         deadline_s: float | None = None,
         tokens: Any = None,
+        chain: tuple[Scoped, Key] | None = None,
     ) -> Call[PutResult]:
         """Stores blocks: a sequence of buffers of block_bytes each, or one array (len(keys), block_bytes).
 
@@ -38,14 +51,20 @@ class WriteCalls(Scoped):
         `parent` is the key before keys[0], None at the start of a prompt and in an independent namespace.
         Stored blocks are not written again. `tokens`: the token ids of all blocks, `layout.block_tokens`
         each, which the daemon publishes in KV events; None: no events for these blocks.
+
+        `chain`, in an independent namespace: the namespace and the key of the block of a chain without which
+        these blocks are of no use, such as the last one before a state. The eviction policy then treats them
+        like that block; they are denied if it is not stored, so store the chain first. None: each block
+        stands for itself. Daemons before version 11 of the wire ignore it.
         """
-        chain = Chain(keys)
+        part = Chain(keys)
         check_parent(parent, self.layout)
+        of = self._chain_of(chain)
         token_ids = check_token_ids(tokens, keys, self.layout)
         views, gpu = check_blocks(keys, blocks, self.layout.block_bytes)
 
         def flow(exchange: Exchange) -> Flow[PutResult]:
-            return put(exchange, self._scope, chain, views, parent, gpu, token_ids)
+            return put(exchange, self._scope, part, views, parent, gpu, token_ids, of)
 
         return Call(flow, deadline_s, lambda: PutResult(denied=len(keys)))
 
@@ -57,19 +76,21 @@ class WriteCalls(Scoped):
         deadline_s: float | None = None,
         device: int | str | None = None,
         tokens: Any = None,
+        chain: tuple[Scoped, Key] | None = None,
     ) -> Call[Reservation]:
         """Returns slots for the keys that are not stored yet, to be filled in place and committed.
 
         With `device` the result is a `DeviceReservation`, filled from that GPU and stored in the daemon's
-        pool on the GPU if possible. `tokens`: see put. The `commit` of an asyncio client is awaited.
+        pool on the GPU if possible. `tokens`, `chain`: see put. The `commit` of an asyncio client is awaited.
         """
-        chain = Chain(keys)
+        part = Chain(keys)
         check_parent(parent, self.layout)
+        of = self._chain_of(chain)
         token_ids = check_token_ids(tokens, keys, self.layout)
         gpu = check_device(device)
 
         def flow(exchange: Exchange) -> Flow[Reservation]:
-            return reserve(exchange, self._scope, chain, parent, gpu=gpu, tokens=token_ids)
+            return reserve(exchange, self._scope, part, parent, gpu=gpu, tokens=token_ids, of=of)
 
         def miss() -> Reservation:
             lost = PutResult(denied=len(keys), why=NO_ANSWER)
@@ -90,6 +111,14 @@ class WriteCalls(Scoped):
         chain = Chain(keys)
         return Call(lambda exchange: hand_off(exchange, self._scope, chain), deadline_s, int)
 
+    def _chain_of(self, chain: tuple[Scoped, Key] | None) -> Block | None:
+        """Returns the block of a chain that blocks belong to. Raises MisuseError."""
+        if chain is None:
+            return None
+        scope = scope_of(chain[0], self._client)
+        check_chain((scope.layout, chain[1]), self.layout)
+        return scope, chain[1]
+
 
 def put(
     exchange: Exchange,
@@ -99,6 +128,7 @@ def put(
     parent: Key | None,
     gpu: Gpu | None = None,
     tokens: bytes = b"",
+    of: Block | None = None,
 ) -> Flow[PutResult]:
     """Stores the blocks that are not stored yet. `views`: all on the host, or all on `gpu`."""
     total = PutResult()
@@ -106,7 +136,7 @@ def put(
     for at in range(0, len(chain), batch):
         part, some = chain.part(at, batch), tokens[at * block_tokens : (at + batch) * block_tokens]
         try:
-            reservation = yield from reserve(exchange, scope, part, parent, keep=False, gpu=gpu, tokens=some)
+            reservation = yield from reserve(exchange, scope, part, parent, False, gpu, some, of)
             result = reservation.result
             if len(reservation):
                 result = yield from _fill_and_commit(exchange, reservation, views[at : at + batch])
@@ -150,11 +180,12 @@ def reserve(
     keep: bool = True,
     gpu: Gpu | None = None,
     tokens: bytes = b"",
+    of: Block | None = None,
 ) -> Flow[Reservation]:
     """Reserves slots for the keys that are not stored yet. `keep`: the reservation keeps the connection.
 
     Keys beyond the limit of one reservation count as denied. With `gpu` the result is a `DeviceReservation`.
-    `tokens`: of all keys, or empty.
+    `tokens`: of all keys, or empty. `of`: the block of a chain that the blocks belong to.
     """
     protocol = exchange.protocol
     beyond = max(0, len(chain) - protocol.reserve_keys)
@@ -164,9 +195,11 @@ def reserve(
     # Blocks are stored without token ids if these would not fit into a frame.
     tokens = tokens if len(tokens) <= protocol.frame_bytes // 2 else b""
     namespace, fingerprint = yield from open_namespace(exchange, scope)
+    above, above_key = (0, b"") if of is None else ((yield from open_namespace(exchange, of[0]))[0], of[1])
     device, left_s = protocol.maps.pool_of(gpu), exchange.left_s()
+    size, joined, before = chain.key_bytes, chain.joined, parent or b""
     answer = checked(
-        (yield m.Reserve(0, namespace, chain.key_bytes, chain.joined, parent or b"", left_s, device, tokens))
+        (yield m.Reserve(0, namespace, size, joined, before, left_s, device, tokens, above, bytes(above_key)))
     )
     status, number = answer.status, answer.lease
     wanted = [i for i, each in enumerate(status) if each == GRANTED]
@@ -184,7 +217,7 @@ def reserve(
     except Exception as error:
         exchange.post(m.Abort(number))
         if isinstance(error, DeniedError | TierError) and protocol.maps.leave_pool(gpu, error):
-            return (yield from reserve(exchange, scope, chain, parent, keep, gpu, tokens))
+            return (yield from reserve(exchange, scope, chain, parent, keep, gpu, tokens, of))
         raise
 
     exchange.kept = keep and bool(number)

@@ -53,7 +53,10 @@ class Lease:
 
 @dataclass(slots=True)
 class Reservation:
-    """Slots of `tier` that a client may fill, and their future rows. `alive`: not invalidated meanwhile."""
+    """Slots of `tier` that a client may fill, and their future rows. `alive`: not invalidated meanwhile.
+
+    `chain`, `chain_key`: see `events.Reserve`.
+    """
 
     client: int
     namespace: Namespace
@@ -63,6 +66,8 @@ class Reservation:
     slots: Slots
     alive: npt.NDArray[np.bool_]
     loading: bool = False
+    chain: int = 0
+    chain_key: bytes = b""
 
 
 @dataclass(slots=True)

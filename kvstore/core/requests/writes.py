@@ -20,7 +20,7 @@ from kvstore.core.residency.namespace import Namespace
 @dataclass(slots=True)
 class _Chain:
     """The keys of a Reserve, one entry a key: rows (-1: none) and their states. `before`: the row before the
-    first key, -1 at a root.
+    first key, -1 at a root. `of`: the row of the chain that independent keys belong to, -1: none.
     """
 
     event: ev.Reserve
@@ -28,6 +28,7 @@ class _Chain:
     rows: Rows
     state: npt.NDArray[np.uint8]
     before: int
+    of: int = -1
 
     def parent_of(self, i: int) -> int:
         """Returns the parent's row of key i, -1 for a root."""
@@ -66,6 +67,11 @@ class Writes:
         if event.parent and namespace.independent:
             why = "blocks of an independent namespace have no parent"
             return deny(event.request, why, "leave out the parent")
+        belongs_to = self._chain_of(event)
+        if event.chain_key and not namespace.independent:
+            return deny(event.request, "only independent blocks belong to a chain", "name a parent instead")
+        if event.chain_key and belongs_to < 0:
+            return deny(event.request, "the chain of these blocks is not stored", "store the chain first")
         if namespace.has_ttl:
             self._drop_expired(event, now)
         parent = -1
@@ -84,7 +90,7 @@ class Writes:
         tier = self._leases.tier_for(event, namespace, namespace.tenant)
         if tier != event.tier:
             event = replace(event, tier=tier)
-        chain = _Chain(event, namespace, rows, state, parent)
+        chain = _Chain(event, namespace, rows, state, parent, belongs_to)
         earn, n = self._make_room(chain, want, now)
         if n < len(want) and event.tier:
             # A chain that does not fit into GPU memory goes to DRAM as a whole.
@@ -101,6 +107,13 @@ class Writes:
             self._give_slots(chain, want[:n], why)
         r.chains.prune(np.unique(np.append(rows, parent)))
         return None
+
+    def _chain_of(self, asked: ev.Reserve | Reservation) -> int:
+        """Returns the row of the chain that independent blocks belong to, -1 without one."""
+        if not asked.chain_key:
+            return -1
+        row = self._r.index.find_one(asked.chain, asked.chain_key)
+        return row if row >= 0 and self._r.blocks.state[row] in (LIVE, RESERVED) else -1
 
     def _drop_expired(self, event: ev.Reserve, now: float) -> None:
         """Drops the expired blocks among the keys and the parent. Leases keep their slots."""
@@ -120,7 +133,7 @@ class Writes:
         """
         r, event, namespace = self._r, chain.event, chain.namespace
         earn = self._earn(chain, want, now)
-        guarded = np.unique(np.append(chain.rows, chain.before))
+        guarded = np.unique(np.append(chain.rows, (chain.before, chain.of)))
         guarded = guarded[guarded >= 0]
         r.blocks.children[guarded] += 1
         self._eviction.make_rows(int((chain.rows < 0).sum()), namespace.tenant)
@@ -142,7 +155,7 @@ class Writes:
         first = int(want[0])
         words, n = event.keys.words[first], 1 if namespace.independent else len(want)
         return r.reuse.density_if_stored(
-            words, event.namespace, chain.parent_of(first), n, namespace.tenant, now
+            words, event.namespace, chain.parent_of(first), n, namespace.tenant, now, chain.of
         )
 
     def _count_refused(self, chain: _Chain, which: Rows, now: float) -> None:
@@ -153,7 +166,8 @@ class Writes:
             # As if stored, because a new block inherits from its parent.
             if not chain.namespace.independent:
                 blocks.parent[rows] = np.append(chain.parent_of(int(which[0])), rows[:-1])
-            self._r.reuse.passed_by(rows, chain.namespace.tenant, now, chain.namespace.independent)
+            independent = chain.namespace.independent
+            self._r.reuse.passed_by(rows, chain.namespace.tenant, now, independent, chain.of)
             blocks.give_back(rows)
 
     def _give_slots(self, chain: _Chain, want: Rows, why: str) -> None:
@@ -192,7 +206,16 @@ class Writes:
             slots = r.tiers[at].slots.take(pool, len(want))
             alive = np.ones(len(want), np.bool_)
             self._leases.reservations[lease] = Reservation(
-                event.client, chain.namespace, at, pool, filled, slots, alive, event.loading
+                event.client,
+                chain.namespace,
+                at,
+                pool,
+                filled,
+                slots,
+                alive,
+                event.loading,
+                event.chain,
+                event.chain_key,
             )
             self._leases.writers[event.namespace] += 1
         records = r.tiers[at].slots.record[slots]
@@ -218,7 +241,8 @@ class Writes:
         if namespace.ttl_s and len(rows):
             r.blocks.expires[rows] = now + namespace.ttl_s
             self._leases.end_at(now + namespace.ttl_s)
-        r.reuse.stored(rows, namespace.tenant, now, namespace.independent)
+        of = self._chain_of(reservation)
+        r.reuse.stored(rows, namespace.tenant, now, namespace.independent, of)
         r.place(at, rows, slots)
         r.tiers[at].slots.release(slots)
         if len(rows):

@@ -2,7 +2,8 @@
 
 The history of a block gives its class (`history`, `classes`). The curves of its tenant give what
 a slot earns with a block of that class (`curves`). A new block takes the interval of its parent, whose
-chain it continues. A later process continues from a saved `ReuseState`.
+chain it continues. A new independent block takes the class of the chain that it belongs to. A later
+process continues from a saved `ReuseState`.
 
 Not covered: which block is evicted. Policies decide that.
 """
@@ -78,13 +79,18 @@ class Reuse:
 
     # -- what happens
 
-    def stored(self, rows: Rows, tenant: int, now: float, independent: bool = False) -> None:
+    def stored(self, rows: Rows, tenant: int, now: float, independent: bool = False, chain: int = -1) -> None:
         """Counts stored bytes of a piece of a chain, in order: of new blocks, or of holes.
 
         Each of `independent` blocks counts as stored alone, and leaves the tenant's mean of blocks stored
-        together as it is.
+        together as it is. Those of a `chain` (a row; -1: none) have its past instead of one of their own.
         """
         if not len(rows):
+            return
+        if chain >= 0 and self.history.ticks[chain]:
+            self.history.recall(rows)
+            of = np.full(len(rows), chain)
+            self._enter(rows, self.history.classes(of), self.history.uses(of), tenant, now)
             return
         lost = ~self.history.is_known(rows)
         came_back = self.history.recall(rows[lost])
@@ -102,9 +108,11 @@ class Reuse:
             of_tenant.mean = mean + (together - mean) / _MEAN_OVER
         self._enter(new, np.full(len(new), number), np.ones(len(new)), tenant, now)
 
-    def passed_by(self, rows: Rows, tenant: int, now: float, independent: bool = False) -> None:
+    def passed_by(
+        self, rows: Rows, tenant: int, now: float, independent: bool = False, chain: int = -1
+    ) -> None:
         """Counts blocks that are not stored, and whose rows are about to be given back: they may return."""
-        self.stored(rows, tenant, now, independent)
+        self.stored(rows, tenant, now, independent, chain)
         self.history.leave(rows)
 
     def restored(self, rows: Rows, tenant: int, now: float) -> None:
@@ -201,16 +209,25 @@ class Reuse:
         return of_row
 
     def density_if_stored(
-        self, words: npt.NDArray[np.uint64], namespace: int, parent: int, n: int, tenant: int, now: float
+        self,
+        words: npt.NDArray[np.uint64],
+        namespace: int,
+        parent: int,
+        n: int,
+        tenant: int,
+        now: float,
+        chain: int = -1,
     ) -> float:
         """Returns what each slot would earn if n blocks were stored now; `words` is the key of the first.
 
-        The blocks behind the first are no more likely to be used, and are evicted first. Returns infinity
-        until enough blocks of the tenant were counted.
+        The blocks behind the first are no more likely to be used, and are evicted first. Blocks of a `chain`
+        earn what it would earn. Returns infinity until enough blocks of the tenant were counted.
         """
         curves = self.curves(tenant)
         if curves.joins < _LEARN_AFTER:
             return math.inf
+        if chain >= 0 and self.history.ticks[chain]:
+            return float(curves.density[self.history.kind[chain] & CLASS_MASK, 0])
         ghost = self.history.ghost(words, namespace)
         if ghost is None:
             return float(curves.density[self._new_class(parent, n, tenant), 0])

@@ -8,6 +8,7 @@ copy. When a router subscribes, all events are repeated to all subscribers, at m
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from collections import deque
 from collections.abc import Iterable
@@ -172,7 +173,7 @@ class Tracker:
             tenants, layout = self._settings.tenants, namespace.layout
             owner = self._authenticator.name(namespace.tenant)
             # All shards of a model have the same blocks: the first is enough.
-            published = layout.shard.startswith("0/") and (tenants is None or owner in tenants)
+            published = _is_first(layout.shard) and (tenants is None or owner in tenants)
             self._topic_of[number] = self._topic_for(layout.model) if published else None
         return self._topic_of[number]
 
@@ -310,3 +311,9 @@ class Tracker:
                 self._repeating.popleft()
         if self._repeating:
             self._core.loop.call_later(_STEP_EVERY_S, self._repeat_step)
+
+
+def _is_first(shard: str) -> bool:
+    """Returns whether all ranks in the name of a shard are 0: "0/4", "tp 0/4, pp 0/2"."""
+    ranks = re.findall(r"(\d+)/\d+", shard)
+    return bool(ranks) and all(int(rank) == 0 for rank in ranks)

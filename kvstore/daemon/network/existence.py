@@ -47,15 +47,17 @@ class ExistenceChecks:
         """Drops all cached results."""
         self._cached.clear()
 
-    async def prefix(self, namespace: NamespaceEntry, keys: Sequence[bytes], until: float) -> int:
-        """Returns how many leading blocks exist, as far as known by `until`.
+    async def prefix(
+        self, namespace: NamespaceEntry, keys: Sequence[bytes], until: float, fresh: bool = False
+    ) -> int:
+        """Returns how many leading blocks exist, as far as known by `until`. `fresh` ignores cached misses.
 
         Most prefixes are short or long. So the first check is of few blocks, and each further one of more.
         """
         n, step = 0, _FIRST_PROBE_BLOCKS
         while n < len(keys):
             names = [Name(namespace.fingerprint, key) for key in keys[n : n + step]]
-            exist = await self.probe(names, until)
+            exist = await self.probe(names, until, fresh)
             if False in exist:
                 return n + exist.index(False)
             n += len(exist)

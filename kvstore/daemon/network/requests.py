@@ -101,22 +101,30 @@ class NetworkRequests:
         return here
 
     def acquire(
-        self, requester: Requester, request: int, event: ev.Acquire, namespace: NamespaceEntry
+        self,
+        requester: Requester,
+        request: int,
+        event: ev.Acquire,
+        namespace: NamespaceEntry,
+        fresh: bool = False,
     ) -> None:
-        """Answers with a lease. Downloads the blocks that only the network has first, until the deadline."""
+        """Answers with a lease. Downloads the blocks that only the network has first, until the deadline.
+
+        `fresh` ignores cached misses: another node is writing these blocks.
+        """
         view, keys = self._core.view, event.keys
         if not view.in_memory(event.namespace, keys, event.tier):
             stored = view.stored(event.namespace, keys)
             if stored < keys.n and self._may_start(requester, namespace):
-                self._start(requester, request, namespace, self._acquire(event, namespace, stored))
+                self._start(requester, request, namespace, self._acquire(event, namespace, stored, fresh))
                 return
         self._core.ask(requester, request, event)
 
-    async def _acquire(self, event: ev.Acquire, namespace: NamespaceEntry, stored: int) -> Any:
+    async def _acquire(self, event: ev.Acquire, namespace: NamespaceEntry, stored: int, fresh: bool) -> Any:
         keys, until = event.keys, event.deadline
         absent = self._absent(namespace, keys, stored)
         missing = _keys_at(keys, absent)
-        existing = await self._existence.prefix(namespace, missing, until)
+        existing = await self._existence.prefix(namespace, missing, until, fresh)
         n = self._worth_loading(namespace, existing, event.tenant, until, event.recompute_s)
         parent = keys[stored - 1] if stored else b""
         downloads = self._downloads.start(namespace, missing[:n], parent, event.tenant, DEMAND, until)

@@ -5,6 +5,9 @@ acquire, or several parts of a long prompt. Messages within one second that belo
 Each recording hashes with a secret of its own. Of a long prompt only the requested parts are known: clients
 stop at the first block that is not stored.
 
+Only requests for chains are recorded: those for independent blocks, such as windows and states, belong to the
+prompt of a chain, and their keys are no prefix.
+
 Not covered: hits, and stored blocks.
 """
 
@@ -63,7 +66,8 @@ class TraceRecorder:
         self._max_bytes = self._bytes = self._dropped = 0
         self._secret = b""
         self._requests: deque[_Request] = deque()
-        self._latest: dict[int, _Request] = {}
+        self._latest: dict[tuple[int, bytes], _Request] = {}
+        self._asked: dict[tuple[int, int], _Request] = {}
         self._by_first: dict[tuple[bytes, bytes], list[_Request]] = {}
 
     @property
@@ -88,13 +92,16 @@ class TraceRecorder:
         """Ends the recording of a closed connection."""
         if connection == self.owner:
             self._reset()
-        self._latest.pop(connection, None)
+        self._latest = {at: request for at, request in self._latest.items() if at[0] != connection}
+        self._asked = {at: request for at, request in self._asked.items() if at[0] != connection}
 
     # -- requests
 
-    def looked_up(self, connection: int, namespace: NamespaceEntry, key_bytes: int, keys: bytes) -> None:
-        """Records a lookup of keys."""
-        if not keys or not self.running:
+    def looked_up(
+        self, connection: int, number: int, namespace: NamespaceEntry, key_bytes: int, keys: bytes
+    ) -> None:
+        """Records a lookup of keys, which is request `number` of the connection."""
+        if not self._records(namespace, keys):
             return
         hashes, full = self._hashes(namespace, key_bytes, keys), len(keys) // key_bytes >= self._limit()
         last = self._last(connection, namespace)
@@ -104,11 +111,18 @@ class TraceRecorder:
             self._replace(connection, last, last.hashes + hashes, full)
         else:
             self._add(connection, namespace, hashes, True, full)
+        self._await(connection, number, namespace)
 
-    def acquired(self, connection: int, namespace: NamespaceEntry, key_bytes: int, keys: bytes) -> None:
-        """Records an acquire of keys."""
-        if not keys or not self.running:
+    def acquired(
+        self, connection: int, number: int, namespace: NamespaceEntry, key_bytes: int, keys: bytes
+    ) -> None:
+        """Records an acquire of keys, which is request `number` of the connection."""
+        if not self._records(namespace, keys):
             return
+        self._acquired(connection, namespace, key_bytes, keys)
+        self._await(connection, number, namespace)
+
+    def _acquired(self, connection: int, namespace: NamespaceEntry, key_bytes: int, keys: bytes) -> None:
         hashes, full = self._hashes(namespace, key_bytes, keys), len(keys) // key_bytes >= self._limit()
         last = self._last(connection, namespace)
         if last is not None and not last.is_lookup and last.full:
@@ -125,20 +139,30 @@ class TraceRecorder:
             recent = self._now() - request.at <= _TOGETHER_S
             if request.is_lookup and recent and request.hashes.startswith(hashes):
                 request.is_lookup, request.full, request.acquired_bytes = False, full, len(hashes)
-                self._latest[connection] = request
+                self._latest[connection, namespace.fingerprint] = request
                 return
         self._add(connection, namespace, hashes, False, full)
 
-    def answered(self, connection: int, blocks: int) -> None:
+    def answered(self, connection: int, number: int, blocks: int) -> None:
         """Notes how many blocks an answer had. After fewer than the maximum, no further part follows."""
-        last = self._latest.get(connection) if self.running else None
-        if last is not None and blocks < self._limit():
-            last.full = False
+        request = self._asked.pop((connection, number), None)
+        if request is not None and blocks < self._limit():
+            request.full = False
+
+    def _records(self, namespace: NamespaceEntry, keys: bytes) -> bool:
+        independent = namespace.layout is not None and namespace.layout.independent
+        return bool(keys) and self.running and not independent
+
+    def _await(self, connection: int, number: int, namespace: NamespaceEntry) -> None:
+        """Notes that a message of the connection's latest request in a namespace will be answered."""
+        latest = self._latest.get((connection, namespace.fingerprint))
+        if latest is not None:
+            self._asked[connection, number] = latest
 
     def _last(self, connection: int, namespace: NamespaceEntry) -> _Request | None:
-        """Returns the connection's request of the last second, if it was for this namespace."""
-        last = self._latest.get(connection)
-        if last is None or last.namespace != namespace.fingerprint or self._now() - last.at > _TOGETHER_S:
+        """Returns the connection's latest request for this namespace, if it was made in the last second."""
+        last = self._latest.get((connection, namespace.fingerprint))
+        if last is None or self._now() - last.at > _TOGETHER_S:
             return None
         return last
 
@@ -170,15 +194,18 @@ class TraceRecorder:
             self._requests.remove(request)
 
     def _index(self, connection: int, request: _Request) -> bool:
-        """Counts a request's memory and makes it the connection's latest. Returns whether it fits."""
+        """Counts a request's memory and makes it the latest of its namespace on the connection.
+
+        Returns whether it fits.
+        """
         size = _ENTRY_BYTES + len(request.hashes)
         if self._bytes + size > self._max_bytes:
-            self._latest.pop(connection, None)
+            self._latest.pop((connection, request.namespace), None)
             self._dropped += 1
             return False
         self._bytes += size
         self._by_first.setdefault(_first(request), []).append(request)
-        self._latest[connection] = request
+        self._latest[connection, request.namespace] = request
         return True
 
     def _unindex(self, request: _Request) -> None:

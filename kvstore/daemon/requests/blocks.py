@@ -43,7 +43,7 @@ def _named(session: Session, q: Any) -> tuple[NamespaceEntry, Any]:
 def lookup(session: Session, q: m.Lookup) -> None:
     """Answers with the length of the stored prefix."""
     services, (namespace, event) = session.services, _named(session, q)
-    services.recorder.looked_up(session.number, namespace, q.key_bytes, q.keys)
+    services.recorder.looked_up(session.number, q.id, namespace, q.key_bytes, q.keys)
     session.prompts.asked(q, namespace)
     if services.network is None:
         services.core.ask(session, q.id, event)
@@ -79,7 +79,7 @@ def acquire(session: Session, q: m.Acquire) -> None:
     waits = q.wait_s > 0 and event.keys.n and not stored(namespace.number, event.keys.take(0, 1))
     if waits:
         _check_waits(session, q)
-    services.recorder.acquired(session.number, namespace, q.key_bytes, q.keys)
+    services.recorder.acquired(session.number, q.id, namespace, q.key_bytes, q.keys)
     session.prompts.asked(q, namespace)
     if waits:
         _wait(session, q, event, namespace)
@@ -132,7 +132,7 @@ def _acquire_now(session: Session, q: m.Acquire, event: ev.Acquire, namespace: N
     if services.network is None:
         services.core.ask(session, q.id, event)
     else:
-        services.network.requests.acquire(session, q.id, event, namespace)
+        services.network.requests.acquire(session, q.id, event, namespace, fresh=q.wait_s > 0)
 
 
 def release(session: Session, q: m.Release) -> None:

@@ -20,7 +20,7 @@ from kvstore.core import events as ev
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.requests.leases import lease_number
 from kvstore.daemon.operator.namespaces import namespaces_for
-from kvstore.daemon.requests.session import Session
+from kvstore.daemon.requests.session import DeniedError, Session
 from kvstore.daemon.tenancy.auth import Role
 from kvstore.wire import messages as m
 
@@ -45,6 +45,21 @@ def _explained(q: m.Explain, session: Session) -> tuple[int, ...]:
     return namespaces_for(session.principal, services.authenticator, services.namespaces, q.tenant, q.model)
 
 
+def _chain(q: m.Reserve, session: Session) -> int:
+    """Returns the core's number of the chain that blocks belong to; 0: none, or it is not open in the core.
+
+    Raises DeniedError for a namespace that is not a chain of the peer.
+    """
+    if not q.chain_key:
+        return 0
+    chain = session.namespaces.at(q.chain)
+    if chain is None or chain.tenant != session.principal.tenant:
+        raise DeniedError(f"{q.chain} is no chain of this tenant", "open it on this connection first")
+    if chain.layout is not None and chain.layout.independent:
+        raise DeniedError("independent blocks are no chain", "name a block of a chain namespace")
+    return chain.number
+
+
 _NAMES: dict[str, Any] = {
     "np": np,
     "math": math,
@@ -52,6 +67,7 @@ _NAMES: dict[str, Any] = {
     "Keys": Keys,
     "lease_number": lease_number,
     "explained": _explained,
+    "chain": _chain,
 }
 """What the expressions may use."""
 
@@ -95,7 +111,7 @@ EVENTS: Mapping[type, Row] = {
         Row(Role.READ, m.Prefetch, ev.Prefetch),
         Row(Role.READ, m.Suspect, ev.Suspect),
         Row(Role.READ, m.Explain, ev.Explain, namespaces="explained(q, session)"),
-        Row(Role.WRITE, m.Reserve, ev.Reserve, own=True),
+        Row(Role.WRITE, m.Reserve, ev.Reserve, own=True, chain="chain(q, session)"),
         Row(Role.WRITE, m.Commit, ev.Commit),
         Row(Role.WRITE, m.Pin, ev.Pin, own=True),
         Row(Role.WRITE, m.Unpin, ev.Unpin, own=True),

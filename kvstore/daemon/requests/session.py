@@ -96,12 +96,12 @@ class Session:
         gaps = isinstance(action, ac.Found) and (action.gaps or recorder.running)
         self.prompts.answered(request, action, gaps)
         if isinstance(action, ac.Grant):
-            recorder.answered(self.number, len(action.slots))
+            recorder.answered(self.number, request, len(action.slots))
             lease = number_on_connection(action.lease)
             slots, stored = action.slots.tobytes(), action.stored.blocks
             self.send(m.Granted(request, lease, action.slot_bytes, slots, stored))
         elif isinstance(action, ac.Found):
-            recorder.answered(self.number, action.value)
+            recorder.answered(self.number, request, action.value)
             self.send(m.Found(request, action.value, gaps, action.stored.blocks))
         elif isinstance(action, ac.Presence):
             self.send(m.Presence(request, action.mask.tobytes()))

@@ -160,3 +160,72 @@ def test_promoted_blocks_take_no_neighbours_with_them() -> None:
     assert w.get(1, gone[:1]) == [payload(1, gone[0])]
     assert w.p.view.counters["ahead_blocks"] == before
     assert np.all(w.p.residency.blocks.parent[row] == -1)
+
+
+# -- blocks that belong to a chain
+
+CHAIN, STATES = 2, 1
+
+
+def with_chain(dram: int = 2, **more: object) -> World:
+    w = world(dram, 0, **more)
+    w.open(CHAIN)
+    return w
+
+
+def test_a_block_of_a_chain_has_the_past_of_the_chain() -> None:
+    w = with_chain()
+    w.put(0, CHAIN, KEYS[:3])
+    for _ in range(3):
+        w.pass_time(20.0)
+        w.get(CHAIN, KEYS[:2])
+    w.put(0, STATES, [b"x", b"y"], of=(CHAIN, b"b"))
+    w.put(0, STATES, [b"z"])
+    residency = w.p.residency
+    history = residency.reuse.history
+    of_chain = residency.index.find(CHAIN, joined(KEYS[:3]))
+    mine = residency.index.find(STATES, joined([b"x", b"y", b"z"]))
+    assert history.classes(mine[:2]).tolist() == [history.classes(of_chain)[1]] * 2
+    assert history.uses(mine).tolist() == [4, 4, 1]
+    assert history.classes(mine)[2] not in history.classes(of_chain)
+    w.pass_time(20.0)
+    w.get(STATES, [b"x"])
+    assert history.uses(mine).tolist() == [5, 4, 1], "from then on, its own uses count"
+
+
+def test_a_block_whose_chain_is_not_stored_is_denied() -> None:
+    w = with_chain()
+    w.put(0, CHAIN, KEYS[:2])
+    for of in ((CHAIN, b"c"), (3, b"a")):
+        answer = w.reserve(0, STATES, [b"x"], of=of)
+        assert isinstance(answer, ac.Deny)
+        assert answer.why == "the chain of these blocks is not stored"
+    answer = w.reserve(0, CHAIN, [b"c"], parent=b"b", of=(CHAIN, b"a"))
+    assert isinstance(answer, ac.Deny)
+    assert answer.why == "only independent blocks belong to a chain"
+    room = w.reserve(0, CHAIN, [b"c"], parent=b"b")
+    assert w.put(0, STATES, [b"x"], of=(CHAIN, b"c")) == 1, "its chain is being written"
+    assert isinstance(room, ac.Reserved)
+
+
+@pytest.mark.parametrize("policy", list(POLICIES))
+def test_a_put_keeps_the_block_that_it_belongs_to(policy: str) -> None:
+    w = with_chain(1, policy=policy)
+    w.put(0, CHAIN, KEYS)
+    assert w.put(0, STATES, [b"x"], of=(CHAIN, b"d")) == 0, "the end of the chain is not evicted for it"
+    assert w.lookup(CHAIN, KEYS) == 4
+    assert w.put(0, STATES, [b"x"], of=(CHAIN, b"c")) == 1
+    assert (w.lookup(CHAIN, KEYS), stored(w, [b"x"])) == (3, "x")
+
+
+def test_a_new_block_is_weighed_like_its_chain() -> None:
+    w = with_chain()
+    w.put(0, CHAIN, KEYS[:2])
+    reuse, words = w.p.residency.reuse, joined([b"x"]).words[0]
+    chain = int(w.p.residency.index.find_one(CHAIN, b"b"))
+    curves = reuse.curves(0)
+    curves.joins = 1 << 20
+    curves.density[:] = np.arange(len(curves.density), dtype=np.float32)[:, None]
+    reuse.history.kind[chain] = 17
+    assert reuse.density_if_stored(words, STATES, -1, 1, 0, w.now, chain) == 17
+    assert reuse.density_if_stored(words, STATES, -1, 1, 0, w.now) != 17

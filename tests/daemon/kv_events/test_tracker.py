@@ -244,11 +244,15 @@ def test_two_namespaces_of_a_model_are_one_and_a_block_stays_until_both_have_los
         eventually(lambda: router.has("CPU", keys))
 
 
-def test_of_shards_the_first_is_announced_and_models_have_topics() -> None:
+@pytest.mark.parametrize(
+    ("first", "others"), [("0/2", ["1/2"]), ("tp 0/2, pp 0/2", ["tp 1/2, pp 0/2", "tp 0/2, pp 1/2"])]
+)
+def test_of_shards_the_first_is_announced_and_models_have_topics(first: str, others: list[str]) -> None:
     with routed(SMALL) as (_, client, _, router):
-        put(client.namespace(layout(shard="1/2")), 3)
+        for shard in others:
+            put(client.namespace(layout(shard=shard)), 3)
         put(client.namespace(layout("other")), 3)
-        keys = put(client.namespace(layout(shard="0/2")), 2)
+        keys = put(client.namespace(layout(shard=first)), 2)
         eventually(lambda: router.has("CPU", keys))
         late = Router(address(client), "kv@node-1@other")
         eventually(lambda: late.has("CPU", prompt(3)[1]))

@@ -300,6 +300,21 @@ def test_a_decode_node_starts_before_the_last_block_is_written(shared: str) -> N
         assert first_s[0] < written_s - 0.2
 
 
+def test_a_call_that_waits_ignores_cached_misses(shared: str) -> None:
+    """Otherwise it would get block after block, until the misses are forgotten after 1 s."""
+    keys = names(4)
+    with nodes(shared) as (a, b):
+        for _ in range(5):
+            layout = new_layout()
+            ours, others = a.namespace(layout), b.namespace(layout)
+            assert others.lookup(keys) == 0
+            ours.put(keys, payloads(keys))
+            assert ours.handoff(keys) == len(keys)
+            with others.acquire(keys, wait_s=10) as lease:
+                came = len(lease)
+            assert came == len(keys)
+
+
 def test_waiting_ends_when_its_time_is_over(shared: str) -> None:
     with nodes(shared, 1) as (a,):
         ns = a.namespace(new_layout())

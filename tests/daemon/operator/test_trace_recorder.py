@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -227,15 +228,23 @@ class Desk:
         self.clock = Clock()
         self.recorder = TraceRecorder(self.clock, lambda: 8)
         self.recorder.start(99, 60.0, max_bytes)
-        self.spaces = [NamespaceEntry(n, bytes([n]) * 16, 0, 4096, layout(model="m")) for n in (1, 2)]
+        layouts = [layout(model="m"), layout(model="m"), replace(layout(model="m"), kind="independent")]
+        self.spaces = [NamespaceEntry(n, bytes([n]) * 16, 0, 4096, each) for n, each in enumerate(layouts, 1)]
+        self.asked = 0
 
     def look(self, keys: list[int], connection: int = 1, space: int = 0, found: int = 0) -> None:
-        self.recorder.looked_up(connection, self.spaces[space], 4, raw(keys))
-        self.recorder.answered(connection, found)
+        self.recorder.answered(connection, self.ask(keys, connection, space), found)
+
+    def ask(self, keys: list[int], connection: int = 1, space: int = 0) -> int:
+        """Looks up keys. Returns the number of the request, which is not answered yet."""
+        self.asked += 1
+        self.recorder.looked_up(connection, self.asked, self.spaces[space], 4, raw(keys))
+        return self.asked
 
     def acquire(self, keys: list[int], connection: int = 1, space: int = 0, found: int | None = None) -> None:
-        self.recorder.acquired(connection, self.spaces[space], 4, raw(keys))
-        self.recorder.answered(connection, len(keys) if found is None else found)
+        self.asked += 1
+        self.recorder.acquired(connection, self.asked, self.spaces[space], 4, raw(keys))
+        self.recorder.answered(connection, self.asked, len(keys) if found is None else found)
 
     def recorded(self) -> list[list[int]]:
         """All requests, as keys: known by the hashes that a look-up of each one by itself has."""
@@ -325,7 +334,7 @@ def test_a_sample_of_a_prompt_is_no_request() -> None:
 
 def test_the_same_key_of_two_namespaces_has_two_hashes_and_two_recordings_share_none() -> None:
     desk, other = Desk(), Desk()
-    one, two = (desk.recorder._hashes(space, 4, raw([1])) for space in desk.spaces)
+    one, two = (desk.recorder._hashes(space, 4, raw([1])) for space in desk.spaces[:2])
     assert len({one, two, other.recorder._hashes(other.spaces[0], 4, raw([1]))}) == 3
 
 
@@ -356,6 +365,38 @@ def test_a_request_that_grows_beyond_the_bound_is_dropped() -> None:
         assert desk.recorder._bytes <= LEAST_BYTES
     assert parts > 1
     assert not [keys for keys in desk.recorded() if len(keys) > 1]
+
+
+def test_requests_for_independent_blocks_are_not_recorded_and_end_no_prompt() -> None:
+    desk = Desk()
+    prompt = list(range(12))
+    desk.look(prompt[:8], found=8)
+    desk.look([7], space=2)
+    desk.look(prompt[8:], found=4)
+    desk.acquire(prompt[:8])
+    desk.acquire([7, 11], space=2, found=2)
+    desk.acquire(prompt[8:])
+    assert desk.recorded() == [prompt]
+
+
+def test_lookups_of_several_namespaces_at_once_are_recorded_as_one_prompt_each() -> None:
+    """A client sends the first message for each chain before the first answer."""
+    desk = Desk()
+    prompt = list(range(8))
+    first = [desk.ask(prompt, space=space) for space in (0, 1)]
+    for number, found in zip(reversed(first), (8, 3), strict=True):
+        desk.recorder.answered(1, number, found)
+    for space in (1, 0):
+        desk.look([20 + space], space=space, found=1)
+    assert desk.recorded() == [prompt, [*prompt, 21], [20]]
+
+
+def test_a_sample_of_several_namespaces_belongs_to_the_lookup_that_follows() -> None:
+    desk = Desk()
+    for keys in ([1, 3, 5], list(range(6))):
+        for number in [desk.ask(keys, space=space) for space in (0, 1)]:
+            desk.recorder.answered(1, number, 0)
+    assert desk.recorded() == [list(range(6))] * 2
 
 
 def test_nothing_is_recorded_before_and_after() -> None:

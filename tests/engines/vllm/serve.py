@@ -13,7 +13,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 # Before anything prints: answers have the real stdout, everything else goes where stderr goes.
@@ -22,16 +21,18 @@ os.dup2(2, 1)
 
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
-from vllm.distributed.kv_transfer import (  # noqa: E402
-    get_kv_transfer_group,
-    has_kv_transfer_group,
-    kv_transfer_state,
+from vllm.distributed.kv_transfer import get_kv_transfer_group, kv_transfer_state  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (  # noqa: E402
+    OffloadingConnector,
 )
 from vllm.lora.request import LoRARequest  # noqa: E402
 from vllm.v1.engine import EngineCoreRequest  # noqa: E402
+from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
 
 from kvstore.errors import UnavailableError  # noqa: E402
+from kvstore_vllm.connector import KVStoreConnector  # noqa: E402
+from kvstore_vllm.metrics import Figures  # noqa: E402
 
 
 class Served:
@@ -52,7 +53,7 @@ class Served:
         except Exception:
             self._clean_up()
             raise
-        if has_kv_transfer_group():
+        if self._of_ours(self.core.scheduler.connector) is not None:
             self._keep_counts()
 
     def _clean_up(self) -> None:
@@ -65,12 +66,64 @@ class Served:
         assert self.llm is not None
         return self.llm.llm_engine.engine_core.engine_core
 
+    def _of_ours(self, connector: Any) -> Any:
+        """This project's connector: that one, or one within a MultiConnector; None: there is none."""
+        return self._of_kind(KVStoreConnector, connector)
+
+    def _of_kind(self, kind: type, connector: Any) -> Any:
+        each = [connector, *getattr(connector, "sub_connectors", ())]
+        return next((one for one in each if isinstance(one, kind)), None)
+
+    @property
+    def scheduling(self) -> Any:
+        """The connector beside the scheduler."""
+        return self._of_ours(self.core.scheduler.connector)
+
     @property
     def worker(self) -> Any:
         """The connector beside the model."""
-        return get_kv_transfer_group()
+        return self._of_ours(get_kv_transfer_group())
 
-    def _until_idle(self) -> None:
+    @property
+    def offloading(self) -> Any:
+        """The manager of vLLM's own CPU tier and of the tiers below it."""
+        return self._of_kind(OffloadingConnector, self.core.scheduler.connector).scheduler.manager
+
+    @property
+    def tier(self) -> Any:
+        """The tier below vLLM's CPU tier."""
+        [tier] = self.offloading.secondary_tiers
+        return tier
+
+    def empty_cpu_tier(self) -> None:
+        """Empties vLLM's CPU tier alone, as evictions would: what is loaded comes from the tier below it."""
+        self._until_idle()
+        self.offloading.primary_tier.reset_cache()
+
+    def tier_counts(self) -> dict[str, int]:
+        """vLLM's own counts of the tier: looked up and found rows, failed loads and stores."""
+        names = {
+            TieringOffloadingMetrics.CHUNK_QUERIES: "asked",
+            TieringOffloadingMetrics.CHUNK_HITS: "found",
+            TieringOffloadingMetrics.PROMOTION_JOB_FAILURES: "failed loads",
+            TieringOffloadingMetrics.CASCADE_JOB_FAILURES: "failed stores",
+        }
+        return {
+            names[metric.name]: int(metric.value)
+            for metric in self.llm.get_metrics()
+            if metric.name in names and metric.labels.get("tier") == "1:KVStoreTier"
+        }
+
+    def tier_failures(self) -> dict[str, int]:
+        """Failed calls of the tier, and of its threads."""
+        return dict(self.tier._guard.failures)
+
+    def tier_layout(self, group: int = 0) -> dict[str, Any]:
+        """What the tier's rows of a group look like."""
+        return self.tier._layouts[group].to_map()
+
+    def idle(self) -> None:
+        """Steps the engine until it has nothing left to do."""
         while self.core.scheduler.has_requests():
             self.llm.llm_engine.step()
 
@@ -81,15 +134,21 @@ class Served:
         salt: str | None = None,
         lora: list[Any] | None = None,
         abort_after: int = 0,
+        params: list[Any] | None = None,
+        idle: bool = True,
     ) -> list[dict[str, Any]]:
         """All prompts at once, greedily: tokens, top logprobs and how many prompt tokens were cached, each;
         and seconds until all answers were there, and until the engine had nothing left to do.
 
-        `abort_after`: all requests are aborted after so many steps, and there is no answer.
+        `abort_after`: all requests are aborted after so many steps, and there is no answer. `params`: the
+        `kv_transfer_params` of each prompt. `idle`: answers when the engine has nothing left to do.
         """
         sampling = SamplingParams(
             max_tokens=max_tokens, temperature=0, logprobs=3, detokenize=False, ignore_eos=True
         )
+        samplings = [sampling.clone() for _ in prompts]
+        for each, some in zip(samplings, params or (), strict=False):
+            each.extra_args = {"kv_transfer_params": some}
         asked = [{"prompt_token_ids": p, **({"cache_salt": salt} if salt else {})} for p in prompts]
         adapter = LoRARequest(*lora) if lora else None
         if abort_after:
@@ -98,12 +157,13 @@ class Served:
             for _ in range(abort_after):
                 engine.step()
             engine.abort_request(ids, internal=True)
-            self._until_idle()
+            self.idle()
             return []
         started_s = time.perf_counter()
-        outputs = self.llm.generate(asked, sampling, use_tqdm=False, lora_request=adapter)
+        outputs = self.llm.generate(asked, samplings, use_tqdm=False, lora_request=adapter)
         answered_s = time.perf_counter()
-        self._until_idle()
+        if idle:
+            self.idle()
         return [
             {
                 "tokens": list(output.outputs[0].token_ids),
@@ -112,6 +172,7 @@ class Served:
                     for step in output.outputs[0].logprobs
                 ],
                 "cached": output.num_cached_tokens,
+                "params": output.kv_transfer_params,
                 "answered_s": answered_s - started_s,
                 "idle_s": time.perf_counter() - started_s,
             }
@@ -131,7 +192,7 @@ class Served:
         if connected and not plugged:
             self.core.scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT = self._unplugged
         elif plugged and not connected:
-            self._unplugged = self.core.scheduler.connector, self.worker
+            self._unplugged = self.core.scheduler.connector, get_kv_transfer_group()
             self.core.scheduler.connector = kv_transfer_state._KV_CONNECTOR_AGENT = None
 
     def preemptions(self) -> int:
@@ -156,9 +217,9 @@ class Served:
 
     def failures(self) -> dict[str, int]:
         """Failed hooks, of both halves."""
-        if not has_kv_transfer_group():
+        if self.scheduling is None:
             return {}
-        return dict(self.core.scheduler.connector._guard.failures + self.worker._guard.failures)
+        return dict(self.scheduling._guard.failures + self.worker._guard.failures)
 
     def layout(self, group: int = 0) -> dict[str, Any]:
         """What the connector's blocks of a group look like."""
@@ -186,8 +247,16 @@ class Served:
             "blocks": config.num_blocks,
         }
 
+    def hashes(self, prompt: list[int]) -> list[str]:
+        """The block hashes of a prompt, in hex: the keys of the tier's rows."""
+        return [each.hex() for each in self._request(prompt).block_hashes]
+
     def keys(self, prompt: list[int], group: int = 0) -> list[str]:
         """The keys under which a prompt's blocks of a group are stored, in hex."""
+        groups = self.scheduling._scheduler._groups
+        return [key.hex() for key in groups[group].keys(self._request(prompt).block_hashes)]
+
+    def _request(self, prompt: list[int]) -> Request:
         asked = EngineCoreRequest(
             request_id="keys",
             prompt_token_ids=prompt,
@@ -199,24 +268,27 @@ class Served:
             cache_salt=None,
             data_parallel_rank=None,
         )
-        request = Request.from_engine_core_request(asked, self.core.request_block_hasher)
-        groups = self.core.scheduler.connector._scheduler._groups
-        return [key.hex() for key in groups[group].keys(request.block_hashes)]
+        return Request.from_engine_core_request(asked, self.core.request_block_hasher)
 
     def counts(self) -> dict[str, int]:
-        """Blocks by what became of them, since the engine was made."""
+        """Blocks by what became of them, and what else the connector counts, since the engine was made."""
         self.worker._worker.counts()
         self.core.scheduler.connector._scheduler.counts()
         return {"saved": 0, **self._counted}
 
     def connected(self) -> bool:
-        """Whether both halves reach the daemon again, after backing off from one that was away."""
+        """Whether both halves, or the tier, reach the daemon again, after backing off from one away."""
         try:
-            for connector in (self.core.scheduler.connector, self.worker):
-                connector._client.ping()
+            for part in (self.tier,) if self.scheduling is None else (self.scheduling, self.worker):
+                part._client.ping()
         except UnavailableError:
             return False
         return True
+
+    def deadline(self, deadline_s: float) -> None:
+        """Changes the deadline of transfers."""
+        for connector in (self.core.scheduler.connector, self.worker):
+            connector._client.deadline_s = deadline_s
 
     def sabotage(self, place: str, times: int = sys.maxsize) -> None:
         """Makes something within the connector raise, the first times that it is called."""
@@ -240,24 +312,29 @@ class Served:
     def _part(self, place: str) -> tuple[Any, str]:
         half, _, name = place.partition(".")
         parts = {
-            "scheduler": self.core.scheduler.connector._scheduler,
-            "lookup": self.core.scheduler.connector._scheduler._lookup,
-            "tails": self.core.scheduler.connector._scheduler._tails,
-            "worker": self.worker._worker,
-            "pages": self.worker._worker._groups[0].pages,
+            "scheduler": lambda: self.scheduling._scheduler,
+            "lookup": lambda: self.scheduling._scheduler._lookup,
+            "tails": lambda: self.scheduling._scheduler._tails,
+            "worker": lambda: self.worker._worker,
+            "pages": lambda: self.worker._worker._groups[0].pages,
+            "tier": lambda: self.tier,
+            "tier lookups": lambda: self.tier._lookups,
         }
-        return parts[half], name
+        return parts[half](), name
 
     def _keep_counts(self) -> None:
         """vLLM's own log of them says less than a test wants to know."""
         self._counted = Counter[str]()
         for half in (self.worker._worker, self.core.scheduler.connector._scheduler):
-            half.counts = partial(self._keep, half.counts)
+            half.counts = self._counting(half.counts)
 
-    def _keep(self, take: Callable[[], Counter[str]]) -> Counter[str]:
-        latest = take()
-        self._counted.update(latest)
-        return latest
+    def _counting(self, take: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+        def counts() -> dict[str, Any]:
+            latest = take()
+            self._counted.update(Figures(latest).reduce())
+            return latest
+
+        return counts
 
 
 def main() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +61,50 @@ def test_prefill_decode_shares_blocks_and_computes_only_the_rest(texts: Path) ->
         assert (loaded, computed) == (full_blocks(size, PAGE_TOKENS), size - full_blocks(size, PAGE_TOKENS))
         assert generated == 16
         assert line.endswith("same first token: True")
+
+
+def test_prefill_decode_serves_the_readmes_lines(texts: Path, tmp_path: Path) -> None:
+    """Three servers and a daemon with other ports, another model and less memory."""
+    folder = EXAMPLES / "prefill_decode"
+    [_, (_, started), (_, asked)] = blocks((folder / "README.md").read_text())
+    ports = {str(n): str(free_port()) for n in (8000, 8100, 8200)}
+    (tmp_path / "proxy.py").write_bytes((folder / "proxy.py").read_bytes())
+
+    def placed(line: str) -> str:
+        for shown, port in ports.items():
+            line = line.replace(shown, port)
+        line = line.replace("MODEL", str(texts)).replace("kvstore serve", "python -m kvstore serve")
+        return re.sub(r"^python", sys.executable, line, flags=re.MULTILINE)
+
+    env = {"KVSTORE_SOCKET": f"unix://{tmp_path}/kvstore.sock"}
+    (tmp_path / "kvstore.toml").write_text(
+        f'[daemon]\nsocket = "{tmp_path}/kvstore.sock"\n[dram]\nlimit = "128MiB"\nhuge_pages = false\n'
+    )
+    with Terminals(tmp_path, env) as terminals:
+        daemon, prefill, decode, proxy = lines(placed(started))
+        terminals.start(daemon, (tmp_path / "kvstore.sock").exists)
+        # One after the other: each start takes a core.
+        for server, port in ((prefill, "8100"), (decode, "8200")):
+            terminals.start(f"{server} --enforce-eager", lambda port=port: healthy(int(ports[port])))
+        terminals.start(proxy, lambda: listens(int(ports["8000"])))
+        ask, count = lines(placed(asked))
+        first = json.loads(terminals.run(ask))
+        loaded = float(terminals.run(count).split()[-1])
+        size = first["usage"]["prompt_tokens"]
+        assert loaded == full_blocks(size, PAGE_TOKENS) > 0
+        assert first["usage"]["completion_tokens"] == 16
+        # The same from the decode server alone, whose own cache has the prompt.
+        alone = json.loads(terminals.run(ask.replace(ports["8000"], ports["8200"])))
+        assert alone["choices"][0]["text"] == first["choices"][0]["text"]
+        # A streamed answer passes the proxy as well.
+        streamed = terminals.run(ask.replace('"max_tokens"', '"stream": true, "max_tokens"'))
+        assert streamed.count("data: {") >= 1
+        assert "data: [DONE]" in streamed
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_vllm_server_serves_the_readmes_requests_without_containers(texts: Path, tmp_path: Path) -> None:

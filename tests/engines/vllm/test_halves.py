@@ -9,6 +9,7 @@ import gc
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from kvstore_vllm import adapters as adapters_module
 from kvstore_vllm.adapters import Adapters
 from kvstore_vllm.groups import Group
 from kvstore_vllm.messages import Load, Part, Progress, Save, Step
+from kvstore_vllm.metrics import Figures
 from kvstore_vllm.scheduler import SchedulerHalf
 from kvstore_vllm.worker import GroupMemory, WorkerHalf
 from tests.daemons import eventually, names
@@ -53,6 +55,7 @@ class FakeRequest:
     prompt_embeds: Any = None
     skip_reading_prefix_cache: bool = False
     shared_prefix_boundary: int = 0
+    kv_transfer_params: Any = None
 
     @property
     def all_token_ids(self) -> list[int]:
@@ -442,7 +445,7 @@ def test_null_blocks_and_numbers_out_of_range_are_neither_saved_nor_loaded(
     eventually(lambda: worker.moved() == 1)
     assert worker.ended() == ({"t"}, set())
     assert worker.bad_blocks() == {0}
-    counts = worker.counts()
+    counts = Figures(worker.counts()).reduce()
     assert (counts["not saved"], counts["lost"], pages.read) == (4, 1, [])
     assert client.namespace(layout).lookup(keys) == 0
 
@@ -640,7 +643,7 @@ def test_a_computing_step_is_not_idle_for_the_second_model_runner(
         ExceptionBarrier(logging.getLogger("test")),
         "",
     )
-    connector._failures_told, connector._connector_metadata = 0, None
+    connector._failures_told, connector._connector_metadata = Counter(), None
     runner = ActiveKVConnector.__new__(ActiveKVConnector)
     runner.kv_connector, runner.vllm_config = connector, VllmConfig()
     runner._pending_load_kwargs, runner._disabled = None, False

@@ -12,7 +12,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,21 +37,27 @@ def test_the_example_runs_as_pasted(tmp_path: Path) -> None:
 
 
 @contextmanager
-def server(model: Path, flag: str) -> Iterator[str]:
-    """vLLM's HTTP server, with the page's command; yields its address."""
+def server(
+    model: Path,
+    flag: str,
+    options: Sequence[str] = ("--skip-tokenizer-init",),
+    log: Any = None,
+    **variables: str,
+) -> Iterator[str]:
+    """vLLM's HTTP server, with the page's command; yields its address. `log`: a file for what it prints."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
-        "--kv-transfer-config", flag, "--host", "127.0.0.1", "--port", port, "--skip-tokenizer-init",
+        "--kv-transfer-config", flag, "--host", "127.0.0.1", "--port", port, *options,
         "--enforce-eager", "--dtype", "float32", "--block-size", str(BLOCK_TOKENS), "--max-model-len", "2048",
         "--kv-cache-memory-bytes", str(64 << 20), "--enable-prompt-tokens-details",
     ]  # fmt: skip
-    process = subprocess.Popen(command, env=SERVERS)
+    process = subprocess.Popen(command, env=SERVERS | variables, stdout=log, stderr=log)
     url = f"http://127.0.0.1:{port}"
     try:
-        ends = time.monotonic() + 120
+        ends = time.monotonic() + 300
         while True:
             try:
                 urllib.request.urlopen(f"{url}/health", timeout=5).close()

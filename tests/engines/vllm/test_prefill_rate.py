@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from kvstore import Layout
-from kvstore_vllm.budget import budget, patience_s
+from kvstore_vllm.budget import estimates, patience_s
 from kvstore_vllm.groups import Group
 from kvstore_vllm.prefill_rate import PrefillRate
 
@@ -120,7 +120,7 @@ def test_tokens_behind_a_long_context_take_longer() -> None:
     assert whole == pytest.approx(8.0 + sum(range(0, 8000, 1000)) * 1e-4, rel=0.1)
 
 
-# -- budgets
+# -- what loads may take
 
 
 def layout(nbytes: int, shard: str = "0/2") -> Layout:
@@ -146,26 +146,25 @@ STATE = Group(1, ("b",), 16, 1, 1, state=True)
 def test_all_blocks_of_a_load_together_may_take_what_it_replaces(
     groups: list[Group], layouts: list[list[Layout]], computed: int
 ) -> None:
-    made = budget(2.0, groups, layouts, computed, 1600)
-    assert made is not None
+    made = estimates(2.0, groups, layouts, computed, 1600, 1.0)
     blocks = {0: (1600 - computed) // 16, 1: 4 if groups[-1] is WINDOW else 1}
-    total = sum(made.block_s(shard[g.number]) * blocks[g.number] for shard in layouts for g in groups)
+    total = 0.0
+    for shard in made:
+        for group in groups:
+            estimate = shard[group.number]
+            assert estimate is not None
+            assert (estimate.load_s, estimate.have) == (1.0, computed // 16)
+            total += estimate.recompute_s * blocks[group.number]
     assert total == pytest.approx(0.9 * 2.0)
-    assert made.computed_tokens == computed
 
 
-def test_without_a_speed_or_blocks_there_is_no_budget() -> None:
-    assert budget(None, [FULL], [[layout(4096)]], 0, 1600) is None
-    assert budget(1.0, [FULL], [[layout(4096)]], 1600, 1600) is None
-    assert budget(1.0, [FULL], [], 0, 1600) is None
-    made = budget(0.0, [FULL], [[layout(4096)]], 0, 1600)
+def test_without_a_speed_or_blocks_nothing_is_estimated() -> None:
+    assert estimates(None, [FULL], [[layout(4096)]], 0, 1600, 1.0) == [[None]]
+    assert estimates(1.0, [FULL], [[layout(4096)]], 1600, 1600, 1.0) == [[None]]
+    assert estimates(1.0, [FULL], [], 0, 1600, 1.0) == []
+    [[made]] = estimates(0.0, [FULL], [[layout(4096)]], 0, 1600, 1.0)
     assert made is not None
-    assert made.block_s(layout(4096)) > 0, "0 would be unknown to the daemon"
-
-
-def test_workers_with_the_same_blocks_load_them_once() -> None:
-    alone, twice = (budget(2.0, [FULL], [[layout(4096)]] * n, 0, 1600) for n in (1, 2))
-    assert alone == twice
+    assert made.recompute_s > 0, "0 would be unknown to the daemon"
 
 
 def test_a_load_is_given_up_after_twice_the_computing_time() -> None:

@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import (
 from kvstore.errors import ConfigError
 from kvstore_vllm import identity
 from kvstore_vllm.identity import weights_revision
-from kvstore_vllm.settings import ConnectorSettings, check_engine, why_off
+from kvstore_vllm.settings import ConnectorSettings, check_engine, check_tiered_engine, why_off
 
 
 def engine(**changes: dict[str, Any]) -> SimpleNamespace:
@@ -292,3 +292,43 @@ def test_weights_from_a_hub_are_named_by_their_commit() -> None:
     assert weights_revision(hub_model(None, "dummy"), "") == "dummy"
     with pytest.raises(ConfigError, match=r"which weights 'someone/some-model' has .*set weights_revision"):
         weights_revision(hub_model(None), "")
+
+
+def tiered(**changes: Any) -> SimpleNamespace:
+    """The parts of an engine with vLLM's CPU tier that are served, with changes by part."""
+    parts = {
+        "cache_config": {"enable_prefix_caching": True},
+        "parallel_config": {"nnodes": 1},
+        "model_config": {"is_mm_prefix_lm": False},
+    }
+    merged = {name: part | changes.pop(name, {}) for name, part in parts.items()}
+    made = engine(**merged, **changes)
+    made.lora_config = changes.get("lora_config")
+    return made
+
+
+def test_engines_with_a_cpu_tier_pass() -> None:
+    check_tiered_engine(tiered(), groups(FULL, WINDOW, CHUNKS, state()))
+    # A tier reports failed loads as misses itself.
+    failing = {"is_kv_consumer": True, "kv_load_failure_policy": "fail"}
+    check_tiered_engine(tiered(kv_transfer_config=failing), groups(FULL))
+
+
+@pytest.mark.parametrize(
+    ("config", "kinds", "why"),
+    [
+        (tiered(cache_config={"enable_prefix_caching": False}), groups(FULL), "prefix caching is off"),
+        (tiered(lora_config=object()), groups(FULL), "LoRA is on: .* its files may change"),
+        (tiered(model_config={"is_mm_prefix_lm": True}), groups(FULL), "images have bidirectional attention"),
+        (tiered(parallel_config={"nnodes": 2}), groups(FULL), "has 2 nodes"),
+        (tiered(speculative_config=draft("eagle")), groups(FULL), "'eagle' keeps KV of a draft"),
+        (tiered(parallel_config={"decode_context_parallel_size": 2}), groups(FULL), "decode_context.* is 2"),
+        (tiered(cache_config={"calculate_kv_scales": True}), groups(FULL), "calculate_kv_scales is on"),
+        (tiered(model_config={"runner_type": "pooling"}), groups(FULL), "has a pooler"),
+        (tiered(), groups(), "has no KV cache"),
+        (tiered(), groups(MLAAttentionSpec(**SIZES, cache_dtype_str="auto")), "latent attention"),
+    ],
+)
+def test_engines_with_a_cpu_tier_are_refused_by_name(config: Any, kinds: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        check_tiered_engine(config, kinds)
