@@ -289,10 +289,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Returns the progress of transfers, and the block layouts of this worker until they are known."""
         if self._worker is None:
             return None
-        told = None if self._met else self.get_handshake_metadata()
-        rank = self._vllm_config.parallel_config.rank
-        told_by = {rank: told} if isinstance(told, Handshake) else {}
-        return Progress(self._moved, self._worker.serial, told_by)
+        progress = Progress(self._moved, self._worker.serial)
+        if not self._met and isinstance(told := self.get_handshake_metadata(), Handshake):
+            progress.told[self._vllm_config.parallel_config.rank] = told
+        return progress
 
     # -- in both
 
@@ -327,6 +327,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         with self._guard("shutdown"):
             if self._worker:
                 self._worker.close()
+            if self._scheduler:
+                self._scheduler.close()
             self._client.close()
 
     def _half(self) -> SchedulerHalf:

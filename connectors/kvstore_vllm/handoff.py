@@ -7,9 +7,7 @@ engine gets this answer and waits for the blocks of these tokens. Other fields a
 
 from __future__ import annotations
 
-import logging
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,10 +17,6 @@ from kvstore_vllm.metrics import Recorder
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
-
-logger = logging.getLogger("vllm.kvstore")
-
-_LOG_EVERY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +65,6 @@ class Handoffs:
         self._waits = waits
         self._known: dict[str, TransferParams] = {}
         self._recorder = recorder
-        self._silent_until_s = -math.inf
 
     def expect(self, request: Request, found: Found) -> Found | None:
         """Returns what another engine has promised to store of a prompt; None: no more than `found`."""
@@ -126,9 +119,6 @@ class Handoffs:
                 known = TransferParams.of(request.kv_transfer_params)
             except ValueError as error:
                 known = TransferParams()
-                self._recorder.add(1, "bad_parameters")
-                if time.monotonic() >= self._silent_until_s:
-                    self._silent_until_s = time.monotonic() + _LOG_EVERY_S
-                    logger.warning("%s: the request is served without it", error)
+                self._recorder.problem("bad_parameters", f"{error}: the request is served without it")
             self._known[request.request_id] = known
         return known

@@ -115,6 +115,11 @@ def in_epoch(layout: Layout, epoch: str) -> Layout:
     return replace(layout, revision=f"{layout.revision}+{epoch}") if epoch else layout
 
 
+def with_ttl(layout: Layout, ttl_s: float) -> Layout:
+    """Returns the layout of blocks with this lifetime. A namespace has one lifetime; 0: as configured."""
+    return replace(layout, kv_layout=f"{layout.kv_layout}, ttl {ttl_s:g} s") if ttl_s else layout
+
+
 def kv_layout(
     config: Any,
     specs: list[Any],

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from kvstore import Client, Layout, StoredPrefix
+from kvstore.errors import DeniedError, UnavailableError
 from kvstore_vllm.budget import estimates
 from kvstore_vllm.groups import Found, Group, PrefixFinder, in_parts
-from kvstore_vllm.identity import in_epoch
-from kvstore_vllm.metrics import UNANSWERED, reason_of
+from kvstore_vllm.options import OWN, Scope
 from kvstore_vllm.prefill_rate import PrefillRate
+from kvstore_vllm.tenants import Tenants, namespace
 
 LOOKUP_DEADLINE_S = 0.05
 """The deadline of a lookup, in seconds: the scheduler, and so every request, waits for it."""
@@ -23,14 +24,20 @@ class Lookup:
     """Asks for the blocks of prompts. Every lookup is a miss until the workers' layouts are known.
 
     Blocks of full attention that would load slower than the engine computes them, at `rate`, are not loaded.
-    `drops`: vLLM drops the last block of a hit.
+    `drops`: vLLM drops the last block of a hit. Answers are those of `scope`, whose client is `client`.
     """
 
     def __init__(
-        self, client: Client, groups: Sequence[Group], rate: PrefillRate, drops: bool = False
+        self,
+        client: Client,
+        groups: Sequence[Group],
+        rate: PrefillRate,
+        drops: bool = False,
+        scope: Scope = OWN,
     ) -> None:
         self._client = client
         self._rate = rate
+        self._scope = scope
         self._groups = list(groups)
         self._full = [group for group in groups if group.full]
         self._others = [group for group in groups if not group.full]
@@ -47,7 +54,8 @@ class Lookup:
     def open(self, epoch: str) -> None:
         """Asks from now on for blocks since the reset named `epoch`."""
         self._namespaces = [
-            [self._client.namespace(in_epoch(layout, epoch)) for layout in shard] for shard in self._layouts
+            [namespace(self._client, self._scope, epoch, layout) for layout in shard]
+            for shard in self._layouts
         ]
 
     def bind(self, coordinator: Any) -> None:
@@ -61,16 +69,15 @@ class Lookup:
     def find(self, request: Any, salt: bytes, first: bool, computed_tokens: int = 0) -> Found:
         """Returns which blocks of a prompt all workers can load. `first`: counts the prompt.
 
-        The engine has the first `computed_tokens` tokens.
+        The engine has the first `computed_tokens` tokens. Raises UNANSWERED if the daemon is away, late or
+        refuses.
         """
         keys = [group.keys(request.block_hashes, salt) for group in self._groups]
-        stored = [set[int]() for _ in self._groups]
-        worth, why = self._ask(keys, first, computed_tokens, stored)
-        most = request.num_tokens - 1
-        found = self._longest(request, stored, most)
+        stored, worth = self._stored(keys, first, computed_tokens)
+        found = self._longest(request, stored, request.num_tokens - 1)
         tokens = found.tokens if worth >= found.tokens else self._longest(request, stored, worth).tokens
         unworthy = max(0, found.tokens - max(tokens, computed_tokens))
-        return replace(found, tokens=tokens, unworthy_tokens=unworthy, why=why)
+        return replace(found, tokens=tokens, unworthy_tokens=unworthy)
 
     def _longest(self, request: Any, stored: list[set[int]], most: int) -> Found:
         """Returns the longest stored prefix of at most `most` tokens."""
@@ -80,26 +87,14 @@ class Lookup:
         usable = most // group.page_tokens * group.page_tokens
         return Found(min(len(stored[0]) * group.block_tokens, usable), stored)
 
-    def _ask(
-        self, keys: list[list[bytes]], first: bool, computed_tokens: int, stored: list[set[int]]
-    ) -> tuple[int, str]:
-        """Fills `stored` with the indices of stored blocks by group.
+    def _stored(
+        self, keys: list[list[bytes]], first: bool, computed_tokens: int
+    ) -> tuple[list[set[int]], int]:
+        """Returns the indices of stored blocks by group: those of full attention bound the others.
 
-        Returns how many leading tokens are worth loading, and why the daemon has not answered all of it; an
-        empty string if it has.
+        Also returns how many leading tokens are worth loading, as far as groups of full attention show.
         """
-        try:
-            return self._fill(keys, first, computed_tokens, stored), ""
-        except UNANSWERED as error:
-            return 0, reason_of(error)
-
-    def _fill(
-        self, keys: list[list[bytes]], first: bool, computed_tokens: int, stored: list[set[int]]
-    ) -> int:
-        """Fills `stored`: the blocks of full attention bound the others. Raises UNANSWERED.
-
-        Returns how many leading tokens are worth loading, as far as groups of full attention show.
-        """
+        stored = [set[int]() for _ in self._groups]
         tokens = max((len(keys[group.number]) * group.block_tokens for group in self._groups), default=0)
         prefixes, masks = self._answers(keys, first, computed_tokens, tokens)
         worth = tokens
@@ -109,7 +104,7 @@ class Lookup:
             stored[group.number] = set(range(tokens // group.block_tokens))
         for group, mask in zip(self._others, masks, strict=True):
             stored[group.number] = set(np.flatnonzero(mask[: tokens // group.block_tokens]).tolist())
-        return worth
+        return stored, worth
 
     def _answers(
         self, keys: list[list[bytes]], first: bool, computed_tokens: int, tokens: int
@@ -142,3 +137,54 @@ class Lookup:
             [StoredPrefix.shortest(prefixes[i::full]) for i in range(full)],
             [np.logical_and.reduce(masks[i::others]) for i in range(others)],
         )
+
+
+class ScopeLookups:
+    """The lookups of scopes other than the engine's own."""
+
+    def __init__(
+        self, client: Client, groups: Sequence[Group], rate: PrefillRate, drops: bool = False
+    ) -> None:
+        self._groups = list(groups)
+        self._rate = rate
+        self._drops = drops
+        self._tenants = Tenants(client, LOOKUP_DEADLINE_S, tries=True)
+        self._layouts: list[list[Layout]] = []
+        self._epoch = ""
+        self._coordinator: Any = None
+
+    def meet(self, layouts: list[list[Layout]]) -> None:
+        """Takes the block layouts of each worker, by group."""
+        self._layouts = layouts
+
+    def open(self, epoch: str) -> None:
+        """Asks from now on for blocks since the reset named `epoch`."""
+        self._epoch = epoch
+
+    def bind(self, coordinator: Any) -> None:
+        """Takes vLLM's coordinator of block tables."""
+        self._coordinator = coordinator
+
+    def find(self, scope: Scope, request: Any, salt: bytes, first: bool, computed_tokens: int) -> Found:
+        """Returns which blocks of a scope all workers can load, see `Lookup.find`.
+
+        Raises RefusedError for a token that the daemon refuses, and UNANSWERED.
+        """
+        if not self._layouts:
+            return Found(0, [set() for _ in self._groups])
+        try:
+            lookup = self._tenants.opened(scope, self._epoch, None, lambda client: self._made(client, scope))
+            return lookup.find(request, salt, first, computed_tokens)
+        except (UnavailableError, DeniedError) as error:
+            self._tenants.check(scope, error)
+            raise
+
+    def close(self) -> None:
+        """Closes the clients of tenants."""
+        self._tenants.close()
+
+    def _made(self, client: Client, scope: Scope) -> Lookup:
+        lookup = Lookup(client, self._groups, self._rate, self._drops, scope)
+        lookup.bind(self._coordinator)
+        lookup.meet(self._layouts, self._epoch)
+        return lookup

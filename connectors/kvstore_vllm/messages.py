@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvstore import Layout
+from kvstore_vllm.options import OWN, Advice, Scope
 
 
 @dataclass(slots=True)
@@ -30,14 +31,15 @@ class Part:
 
 @dataclass(slots=True)
 class Load:
-    """Loads the parts of a request's prefix within `within_s` seconds.
+    """Loads the parts of a request's prefix. `waits`: for blocks that another engine is still storing.
 
-    `waits`: for blocks that another engine is still storing.
+    `within_s`: the longest time of the load if no other runs, in seconds.
     """
 
     request_id: str
     parts: list[Part]
     waits: bool = False
+    scope: Scope = OWN
     within_s: float = math.inf
 
 
@@ -46,7 +48,8 @@ class Save:
     """Saves the pages `block_ids` of a request's group, the same number under each of `keys`.
 
     `parent`: the key before them; None: they need no block before them. `tokens`: the token ids of these
-    blocks; None if tokens do not identify a block.
+    blocks; None if tokens do not identify a block. `chain`: the key of the last block of full attention of
+    their prefix, without which they are of no use; None: there is none.
     """
 
     request_id: str
@@ -55,6 +58,19 @@ class Save:
     parent: bytes | None
     block_ids: list[int]
     tokens: list[int] | None = None
+    scope: Scope = OWN
+    chain: bytes | None = None
+
+
+@dataclass(slots=True)
+class Hint:
+    """Tells the store what will become of a request's stored blocks `keys` of a group."""
+
+    request_id: str
+    group: int
+    keys: list[bytes]
+    advice: Advice
+    scope: Scope = OWN
 
 
 @dataclass
@@ -62,8 +78,8 @@ class Step(KVConnectorMetadata):
     """The transfers of one step.
 
     `epoch`: names the weights since the last reset; empty before the first. `number`: counts the steps with
-    loads or saves. `idle`: the step computes nothing. `met`: the workers' layouts are known.
-    `serial`: counts all steps.
+    loads, saves or hints. `idle`: the step computes nothing. `met`: the workers' layouts are known. `serial`:
+    counts all steps.
     """
 
     epoch: str = ""
@@ -73,6 +89,7 @@ class Step(KVConnectorMetadata):
     serial: int = 0
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
+    hints: list[Hint] = field(default_factory=list)
 
 
 @dataclass

@@ -7,8 +7,11 @@ gives their sum to its log (`Figures.reduce`) and to Prometheus (`PromMetrics`).
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +20,7 @@ from prometheus_client import Histogram as PromHistogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvstore import Tier
-from kvstore.errors import DeniedError, RemoteProtocolError, TierError, UnavailableError
+from kvstore.errors import DeniedError, RemoteProtocolError, TierError, UnavailableError, printable
 
 logger = logging.getLogger("vllm.kvstore")
 
@@ -28,6 +31,9 @@ LOADED, STORED, PRESENT = "loaded", "stored", "present"
 
 UNANSWERED = (UnavailableError, DeniedError, TierError, TimeoutError)
 """What a call raises if the daemon is away, late or refuses. Any other exception is an error of a hook."""
+
+_SILENT_S = 60.0
+"""A warning of the same kind is not logged again for so long, in seconds."""
 
 _FROM_100_US = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
 _FROM_1_MS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -93,7 +99,13 @@ METRICS = (
         "Time from the order of a save to its end, in seconds.",
         buckets=_FROM_1_MS,
     ),
-    Metric("bad_parameters", "Requests whose kv_transfer_params were ignored: a value has a wrong type."),
+    Metric(
+        "request_problems",
+        "Requests of which a wish was not followed, by kind.",
+        "kind",
+        ("bad_parameters", "bad_options", "refused_tokens", "ignored_hints", "dropped_hints"),
+    ),
+    Metric("pinned_blocks", "Stored blocks that requests have pinned."),
     Metric("hook_failures", "Hooks of the connector that raised, by hook. Each is a miss.", "hook"),
 )
 
@@ -108,7 +120,12 @@ _LOGGED = {
     f"save_blocks:{STORED}": "saved",
     f"save_blocks:{PRESENT}": "saved",
     f"save_blocks:{DROPPED}": "dropped",
-    "bad_parameters": "bad parameters",
+    "request_problems:bad_parameters": "bad parameters",
+    "request_problems:bad_options": "bad options",
+    "request_problems:refused_tokens": "refused tokens",
+    "request_problems:ignored_hints": "ignored hints",
+    "request_problems:dropped_hints": "dropped hints",
+    "pinned_blocks": "pinned",
     "hook_failures": "hook failures",
 }
 """The names of figures in vLLM's log. Figures without a name are only in `/metrics`."""
@@ -215,9 +232,12 @@ class Outcome:
 class Recorder:
     """The figures of one half. Thread-safe. Its DEBUG lines begin with the id of their request."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._lock = threading.Lock()
         self._data: dict[str, Any] = {}
+        self._clock = clock
+        self._silent_until_s: dict[str, float] = {}
+        self._unlogged: Counter[str] = Counter()
 
     def take(self) -> dict[str, Any]:
         """Returns the `data` of Figures since the last call."""
@@ -236,6 +256,19 @@ class Recorder:
         """Adds an observation to a histogram."""
         with self._lock:
             self._data.setdefault(metric, []).append(seconds)
+
+    def problem(self, kind: str, message: str) -> None:
+        """Counts a request whose wish was not followed, and logs it like `warn`."""
+        self.add(1, "request_problems", kind)
+        self.warn(kind, message)
+
+    def warn(self, kind: str, message: str) -> None:
+        """Logs a warning, unless one of its kind was logged in the last minute."""
+        self._unlogged[kind] += 1
+        if self._clock() < self._silent_until_s.get(kind, -math.inf):
+            return
+        self._silent_until_s[kind] = self._clock() + _SILENT_S
+        logger.warning("%s (%d since the last such line)", printable(message), self._unlogged.pop(kind))
 
     def admitted(
         self, request_id: str, asked: int, hit: int, computed: int, why: str, unworthy: int = 0

@@ -7,7 +7,7 @@ reference keeps each page until its save has ended, whatever becomes of the requ
 
 from __future__ import annotations
 
-import math
+import logging
 import time
 import uuid
 from collections.abc import Sequence
@@ -19,12 +19,14 @@ from kvstore_vllm.adapters import Adapters
 from kvstore_vllm.budget import patience_s
 from kvstore_vllm.groups import Found, Group
 from kvstore_vllm.handoff import Handoffs
-from kvstore_vllm.lookup import Lookup
-from kvstore_vllm.messages import Load, Part, Progress, Save, Step
-from kvstore_vllm.metrics import NOT_STORED, Recorder
+from kvstore_vllm.lookup import Lookup, ScopeLookups
+from kvstore_vllm.messages import Hint, Load, Part, Progress, Save, Step
+from kvstore_vllm.metrics import NOT_STORED, REFUSED, UNANSWERED, Recorder, reason_of
+from kvstore_vllm.options import DEFAULT, OWN, WITHOUT, OptionReader, Options
 from kvstore_vllm.prefill_rate import PrefillRate
 from kvstore_vllm.references import PageReferences
 from kvstore_vllm.tails import Tails, Tracked
+from kvstore_vllm.tenants import RefusedError
 from kvstore_vllm.worker import NULL_BLOCK
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+logger = logging.getLogger("vllm.kvstore")
 
 _AWAKE = 2.0
 """How long an idle engine is kept awake for reports of transfers, in deadlines of a transfer."""
@@ -51,6 +55,7 @@ class Match:
     asked_tokens: int = 0
     unasked: str = ""
     waits: bool = False
+    options: Options = DEFAULT
 
 
 class SchedulerHalf:
@@ -85,11 +90,13 @@ class SchedulerHalf:
         self._whole_inputs = whole_inputs
         self._rate = PrefillRate(step_tokens)
         self._lookup = Lookup(client, groups, self._rate, drops)
+        self._scopes = ScopeLookups(client, groups, self._rate, drops)
         self._tracked: dict[str, Tracked] = {}
         self._matched: dict[str, Match] = {}
         self._tried: dict[str, int] = {}
         self._adapters = Adapters()
         self._recorder = Recorder()
+        self._options = OptionReader(self._recorder)
         self._handoffs = Handoffs(groups, alignment, self._recorder, waits=loads and asynchronous)
         self._next = Step()
         self._number = 0
@@ -104,6 +111,7 @@ class SchedulerHalf:
     def meet(self, layouts: list[list[Layout]]) -> None:
         """Takes the block layouts of each worker, by group. Until then every lookup is a miss."""
         self._lookup.meet(layouts, self._next.epoch)
+        self._scopes.meet(layouts)
 
     def bind(self, manager: Any) -> None:
         """Takes vLLM's manager of pages, before the first request."""
@@ -111,6 +119,7 @@ class SchedulerHalf:
         self._references = PageReferences(manager.block_pool)
         self._tails = Tails(self._groups, self._alignment, self._references)
         self._lookup.bind(manager.coordinator)
+        self._scopes.bind(manager.coordinator)
 
     def matched(self, request: Request, computed_tokens: int) -> int:
         """Returns how many tokens after the first `computed_tokens` to load.
@@ -119,24 +128,27 @@ class SchedulerHalf:
         """
         salt = self._salt(request)
         # Polls, and admissions after a preemption, are for the same prompt.
-        first = request.request_id not in self._matched
-        asked, unasked, promised = 0, self._unasked(request, salt), None
+        known = self._matched.get(request.request_id)
+        options = known.options if known else self._options.read(request)
+        asked, unasked, promised = 0, self._unasked(request, salt, options), None
         # vLLM requires some requests to be computed from their first token.
-        if salt is None or request.skip_reading_prefix_cache or not self._lookup:
+        if salt is None or request.skip_reading_prefix_cache or not options.loads or not self._lookup:
             found = Found(0, [set() for _ in self._groups])
         else:
             started = time.perf_counter()
-            found = self._lookup.find(request, salt, first, computed_tokens)
+            found, options = self._find(request, options, salt, not known, computed_tokens)
             if not unasked:
                 self._recorder.time("lookup_seconds", time.perf_counter() - started)
                 last = (request.num_tokens - 1) // self._alignment * self._alignment
                 asked = max(0, last - computed_tokens)
-            promised = self._handoffs.expect(request, found)
+            promised = self._handoffs.expect(request, found) if options.loads else None
             # vLLM ends a step there, so that the states at this position are there to be saved.
             if promised is None and found.junction > request.shared_prefix_boundary:
                 request.shared_prefix_boundary = found.junction // self._alignment * self._alignment
         found, waits = promised or found, promised is not None
-        self._matched[request.request_id] = Match(found, computed_tokens, salt or b"", asked, unasked, waits)
+        self._matched[request.request_id] = Match(
+            found, computed_tokens, salt or b"", asked, unasked, waits, options
+        )
         # One try per admission: a request that repeats a failed load would never start.
         if not self._may_load or self._tried.get(request.request_id) == request.num_preemptions:
             return 0
@@ -176,7 +188,9 @@ class SchedulerHalf:
     def _track(self, request: Request, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
         request_id = request.request_id
         self._forget(request_id)
-        match = self._matched.get(request_id) or Match(Found(0, [set() for _ in self._groups]), 0, b"")
+        match = self._matched.get(request_id) or Match(
+            Found(0, [set() for _ in self._groups]), 0, b"", options=self._options.read(request)
+        )
         first, stop = match.computed_tokens, match.computed_tokens + external_tokens
         parts = []
         if external_tokens:
@@ -185,7 +199,8 @@ class SchedulerHalf:
                 _part(group, keys[group.number], block_ids[group.number], first, stop)
                 for group in self._groups
             ]
-        ends = self._tails.ends(request, match.found) if self._saves() else []
+        options = match.options
+        ends = self._tails.ends(request, match.found) if self._saves() and options.stores else []
         self._tracked[request_id] = Tracked(
             request,
             block_ids,
@@ -195,12 +210,15 @@ class SchedulerHalf:
             ends,
             [block_id for part in parts for block_id in part.block_ids],
             match.salt,
+            options,
+            saves=options.stores,
         )
         if external_tokens:
             # What another engine has promised may come late, and this one is not to compute it.
-            within_s = math.inf if match.waits else self._patience_s(first, stop)
+            compute_s = None if match.waits else self._rate.seconds(first, stop)
+            within_s = patience_s(compute_s, self._client.deadline_s)
             wanted = [part for part in parts if part.block_ids]
-            self._next.loads.append(Load(request_id, wanted, match.waits, within_s))
+            self._next.loads.append(Load(request_id, wanted, match.waits, options.scope, within_s))
 
     # -- every step
 
@@ -233,7 +251,7 @@ class SchedulerHalf:
                     self._tails.hold(tracked, end, block_ids)
                 for offer in state.boundary_state_offloads.get(request_id, ()):
                     self._tails.hold_state(tracked, *offer)
-        if orders.loads or orders.saves:
+        if orders.loads or orders.saves or orders.hints:
             self._number += 1
             self._awake_until = time.monotonic() + _AWAKE * self._client.deadline_s
         orders.number = self._number
@@ -249,6 +267,8 @@ class SchedulerHalf:
         if tracked is not None and (confirmed := self._confirmed_tokens(tracked)):
             self._save(self._next, tracked, confirmed, block_ids, ended=True)
             answer = self._handoffs.answer(request, confirmed if tracked.saves else 0)
+        if tracked is not None and tracked.options.advice:
+            self._advise(tracked)
         self.release(request.request_id)
         return answer
 
@@ -275,7 +295,7 @@ class SchedulerHalf:
     def moving(self) -> bool:
         """Returns whether transfers of a step may still be running, or wait for the next step."""
         running = self._moved < self._number and time.monotonic() < self._awake_until
-        return running or bool(self._next.saves)
+        return running or bool(self._next.saves or self._next.hints)
 
     def counts(self) -> dict[str, Any]:
         """Returns the `data` of Figures since the last call."""
@@ -285,9 +305,15 @@ class SchedulerHalf:
         """Makes all earlier stored blocks misses, because the weights may have changed."""
         self._next.epoch = uuid.uuid4().hex
         self._next.saves.clear()
+        self._next.hints.clear()
         self._lookup.open(self._next.epoch)
+        self._scopes.open(self._next.epoch)
         for tracked in self._tracked.values():
             self._tails.stop(tracked)  # its pages are from before the reset
+
+    def close(self) -> None:
+        """Ends the connections of tenants."""
+        self._scopes.close()
 
     # -- within
 
@@ -304,10 +330,6 @@ class SchedulerHalf:
         # Synchronous loads delay the step that they belong to.
         return self._rate.begin(prompts, others, time.monotonic(), self._asynchronous or not loads)
 
-    def _patience_s(self, first: int, stop: int) -> float:
-        """Returns how long to wait for a load of these tokens."""
-        return patience_s(self._rate.seconds(first, stop), self._client.deadline_s)
-
     def _note_try(self, request: Request) -> None:
         """Notes a load. After one that waited for a promise, what is stored may still be loaded."""
         match = self._matched.get(request.request_id)
@@ -316,18 +338,37 @@ class SchedulerHalf:
         else:
             self._tried[request.request_id] = request.num_preemptions
 
+    def _find(
+        self, request: Request, options: Options, salt: bytes, first: bool, computed_tokens: int
+    ) -> tuple[Found, Options]:
+        """Returns what is found of a prompt, and the request's options: none if its token is refused."""
+        none = [set[int]() for _ in self._groups]
+        try:
+            if options.scope == OWN:
+                return self._lookup.find(request, salt, first, computed_tokens), options
+            return self._scopes.find(options.scope, request, salt, first, computed_tokens), options
+        except RefusedError as error:
+            self._recorder.problem("refused_tokens", f"a request is served without the store: {error}")
+            return Found(0, none, why=REFUSED), WITHOUT
+        except UNANSWERED as error:
+            if (why := reason_of(error)) == REFUSED:
+                self._recorder.warn(why, f"nothing is cached, the daemon refuses this client: {error}")
+            return Found(0, none, why=why), options
+
     def _salt(self, request: Request) -> bytes | None:
         """Returns the suffix of a request's keys; None if its blocks may be neither loaded nor stored."""
         if self._whole_inputs and request.mm_features:
             return None
         return self._adapters.salt(request.lora_request) if request.lora_request else b""
 
-    def _unasked(self, request: Request, salt: bytes | None) -> str:
+    def _unasked(self, request: Request, salt: bytes | None, options: Options) -> str:
         """Returns why nothing is loaded for a request, whatever is stored; an empty string if it may be."""
         if not self._lookup:
             return "nothing is served"
         if not self._may_load:
             return "this engine only stores"
+        if not options.loads:
+            return "its options are wrong, or its token is refused"
         if salt is None:
             return "its adapter or its images are not served"
         return "vLLM computes its whole prompt" if request.skip_reading_prefix_cache else ""
@@ -387,11 +428,15 @@ class SchedulerHalf:
             stop = confirmed // group.block_tokens
             if group.full and stop > tracked.stored[group.number]:
                 self._save_run(orders, tracked, group, keys[group.number], stop, block_ids[group.number])
+        full = next((group for group in self._groups if group.full), None)
         for tail in self._tails.take(tracked, confirmed, ended):
             number = tail.group.number
+            chain = keys[full.number][tail.end // full.block_tokens - 1] if full else None
             some = keys[number][tail.first : tail.end // tail.group.block_tokens]
             ids = [block.block_id for block in tail.blocks]
-            orders.saves.append(Save(request.request_id, number, some, None, ids))
+            orders.saves.append(
+                Save(request.request_id, number, some, None, ids, scope=tracked.options.scope, chain=chain)
+            )
 
     def _save_run(
         self,
@@ -409,7 +454,29 @@ class SchedulerHalf:
         tracked.stored[group.number] = stop
         parent = keys[start - 1] if start else None
         tokens = self._tokens(request, group, start, stop)
-        orders.saves.append(Save(request.request_id, group.number, keys[start:stop], parent, ids, tokens))
+        orders.saves.append(
+            Save(
+                request.request_id,
+                group.number,
+                keys[start:stop],
+                parent,
+                ids,
+                tokens,
+                tracked.options.scope,
+            )
+        )
+
+    def _advise(self, tracked: Tracked) -> None:
+        """Adds hints about what is stored of a request. They follow its last saves."""
+        request, scope = tracked.request, tracked.options.scope
+        computed = request.num_computed_tokens - request.num_in_flight_tokens
+        for advice in tracked.options.advice:
+            most = min(computed, len(request.block_hashes) * self._hash_tokens, advice.end or computed)
+            for group in self._groups:
+                keys = group.keys(request.block_hashes, tracked.salt)
+                for first, stop in self._tails.needed(tracked, group, most):
+                    some = keys[first:stop]
+                    self._next.hints.append(Hint(request.request_id, group.number, some, advice, scope))
 
     def _tokens(self, request: Request, group: Group, start: int, stop: int) -> list[int] | None:
         """Returns token ids of stored blocks, for routers; None if tokens do not identify a block."""

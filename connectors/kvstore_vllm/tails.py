@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvstore_vllm.groups import Found, Group, in_parts, prompt_ends
+from kvstore_vllm.options import DEFAULT, Options
 from kvstore_vllm.references import PageReferences
 from kvstore_vllm.worker import NULL_BLOCK
 
@@ -43,7 +44,7 @@ class Tracked:
     no step yet. `stored`: leading blocks that are stored or being saved, by group. `found`: the indices of
     stored blocks by group, when it was admitted. `prompt_ends`: positions before which tails are saved.
     `ends`: those that are not computed yet, from the last to the first. `loading`: the pages of its load.
-    `salt`: the suffix of its keys. `saves`: its blocks are saved.
+    `salt`: the suffix of its keys. `options`: what it says of the store. `saves`: its blocks are saved.
     """
 
     request: Request
@@ -54,6 +55,7 @@ class Tracked:
     ends: list[int]
     loading: list[int]
     salt: bytes = b""
+    options: Options = DEFAULT
     saves: bool = True
     hit_tokens: int | None = None
     tails: list[Tail] = field(default_factory=list)
@@ -122,6 +124,18 @@ class Tails:
             tracked.tails.remove(tail)
             self._references.save(tail.blocks)
         return taken
+
+    def needed(self, tracked: Tracked, group: Group, most: int) -> list[tuple[int, int]]:
+        """Returns the ranges of a group's blocks that prefixes of a request's first `most` tokens need.
+
+        These prefixes end where later prompts may part from the request, see `ends`, or at `most`.
+        """
+        size, prompt = self._alignment, tracked.request.num_prompt_tokens
+        if group.full:
+            return [(0, min(tracked.stored[group.number], most // group.block_tokens))]
+        ends = {prompt // size * size, (prompt - 1) // size * size, most // size * size, *tracked.prompt_ends}
+        found = [(group.first_needed(end), end // group.block_tokens) for end in ends if 0 < end <= most]
+        return sorted({(first, stop) for first, stop in found if first < stop})
 
     def drop(self, tracked: Tracked, tails: Iterable[Tail] | None = None) -> None:
         """Gives back the pages of tails; by default of all."""

@@ -10,13 +10,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvstore import Client, ExceptionBarrier, Layout
+from kvstore import Client, ExceptionBarrier, Layout, Namespace
 from kvstore_vllm.identity import in_epoch
-from kvstore_vllm.messages import Load, Part, Save, Step
+from kvstore_vllm.messages import Hint, Load, Part, Save, Step
 from kvstore_vllm.metrics import (
     CANCELLED,
     DAMAGED,
@@ -30,7 +30,9 @@ from kvstore_vllm.metrics import (
     Recorder,
     reason_of,
 )
+from kvstore_vllm.options import OWN, Scope
 from kvstore_vllm.pages import Pages
+from kvstore_vllm.tenants import Tenants
 
 _LOADERS = 4
 """Concurrent loads. A load from NVMe mostly waits."""
@@ -52,12 +54,17 @@ NULL_BLOCK = 0
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    """A load or save of step `number`, ordered at `began` (perf_counter). `copying`: a copy is running."""
+    """A load, save or hint of step `number`, ordered at `began` (perf_counter). `copying`: a copy runs.
+
+    `within_s`: the longest time of a load, in seconds.
+    """
 
     request_id: str
     epoch: str
     number: int
     began: float
+    scope: Scope = OWN
+    within_s: float = 0.0
     revoked: bool = False
     copying: bool = False
 
@@ -94,8 +101,10 @@ class WorkerHalf:
         saves: bool = True,
     ) -> None:
         self._client = client
+        self._tenants = Tenants(client, client.deadline_s)
         self._guard = guard
         self._groups = list(groups)
+        self._full = next((group for group in groups if not group.layout.independent), groups[0])
         self._asynchronous = asynchronous
         self._in_parts = in_parts
         self._saves = saves
@@ -142,9 +151,15 @@ class WorkerHalf:
         """Starts the loads of the step; runs them if they are synchronous."""
         self._idle, self.serial = step.idle, step.serial
         now = time.monotonic()
+        with self._changed:
+            # Loads share the devices, and the engine would compute what they replace one after the other.
+            within_s = sum(each.within_s for each in self._loading)
         for load in step.loads:
-            ends = now + min(self._client.deadline_s, load.within_s)
-            loading = _Transfer(load.request_id, step.epoch, step.number, time.perf_counter())
+            within_s += load.within_s
+            ends = now + min(self._client.deadline_s, within_s)
+            loading = _Transfer(
+                load.request_id, step.epoch, step.number, time.perf_counter(), load.scope, load.within_s
+            )
             with self._changed:
                 self._loading.add(loading)
             if not self._asynchronous:
@@ -155,10 +170,10 @@ class WorkerHalf:
                 self._loaders.submit(self._load, loading, replace(load, waits=False), ends)
 
     def save(self, step: Step) -> None:
-        """Starts the saves of the step."""
+        """Starts the saves and hints of the step."""
         ends = time.monotonic() + self._client.deadline_s
         for save in step.saves if self._saves else ():
-            saving = _Transfer(save.request_id, step.epoch, step.number, time.perf_counter())
+            saving = _Transfer(save.request_id, step.epoch, step.number, time.perf_counter(), save.scope)
             with self._changed:
                 dropped = len(self._saving) >= _SAVES
                 if not dropped:
@@ -167,6 +182,17 @@ class WorkerHalf:
                 self._record_save(save, Outcome(why=DROPPED))
                 continue
             self._saver.submit(self._save, saving, save, ends)
+        for hint in step.hints if self._saves else ():
+            hinting = _Transfer(hint.request_id, step.epoch, step.number, time.perf_counter(), hint.scope)
+            with self._changed:
+                dropped = len(self._saving) >= _SAVES
+                if not dropped:
+                    self._saving.add(hinting)
+            if dropped:
+                self._recorder.add(1, "request_problems", "dropped_hints")
+                continue
+            # Behind the saves of its request.
+            self._saver.submit(self._hint, hinting, hint)
 
     def ended(self) -> tuple[set[str], set[str]]:
         """Returns the requests with finished loads, and those of them that must start again; each once."""
@@ -197,6 +223,7 @@ class WorkerHalf:
         self._loaders.shutdown()
         self._waiters.shutdown()
         self._saver.shutdown()
+        self._tenants.close()
 
     # -- within
 
@@ -239,6 +266,8 @@ class WorkerHalf:
         with self._changed:
             if transfer.revoked or transfer.epoch != self._epoch:
                 return None
+            if transfer.scope != OWN:
+                return self._tenants.namespace(transfer.scope, self._epoch, group.layout)
             if group.namespace is None:
                 group.namespace = self._client.namespace(in_epoch(group.layout, self._epoch))
             return group.namespace
@@ -330,16 +359,18 @@ class WorkerHalf:
         """Stores the leading blocks of a save. Raises UNANSWERED."""
         group, parent = self._groups[save.group], save.parent
         namespace, per_key = self._open(saving, group, save.block_ids), group.per_key
-        if namespace is None:
+        chains = self._open(saving, self._full, ())
+        if namespace is None or chains is None:
             outcome.why = CANCELLED
             return
+        chain = None if save.chain is None else (chains, save.chain)
         for start in range(0, len(save.keys), _SAVE_BLOCKS):
             keys = save.keys[start : start + _SAVE_BLOCKS]
             left_s = _left_s(ends)
             tokens, size = save.tokens, group.layout.block_tokens
             if tokens is not None:
                 tokens = tokens[start * size : (start + len(keys)) * size]
-            with namespace.reserve(keys, parent, left_s, group.pages.device, tokens) as reservation:
+            with namespace.reserve(keys, parent, left_s, group.pages.device, tokens, chain) as reservation:
                 for slot, at in enumerate(reservation.wanted):
                     first = (start + at) * per_key
                     with self._copying(saving) as allowed:
@@ -354,6 +385,18 @@ class WorkerHalf:
                 outcome.why = REFUSED
                 break  # its children would be denied too
             parent = None if group.layout.independent else keys[-1]
+
+    def _hint(self, hinting: _Transfer, hint: Hint) -> None:
+        pinned = 0
+        try:
+            with self._guard("hint"), suppress(*UNANSWERED):
+                namespace = self._open(hinting, self._groups[hint.group], ())
+                pinned = _tell(namespace, hint) if namespace is not None else 0
+        finally:
+            self._recorder.add(pinned, "pinned_blocks")
+            with self._changed:
+                self._saving.discard(hinting)
+                self._changed.notify_all()
 
 
 @contextmanager
@@ -371,6 +414,23 @@ def _left_s(ends: float) -> float:
     if left_s <= 0:
         raise TimeoutError("the deadline of the transfer has passed")
     return left_s
+
+
+def _tell(namespace: Namespace, hint: Hint) -> int:
+    """Tells the store a hint; returns how many blocks are pinned."""
+    advice, pinned = hint.advice, 0
+    if advice.unpin:
+        namespace.unpin(hint.keys)
+    if advice.pin_s:
+        pinned = namespace.pin(hint.keys, advice.pin_s)
+    if advice.hints:
+        namespace.hint(
+            hint.keys,
+            next_use_s=advice.next_use_s,
+            closed=advice.closed,
+            priority=advice.priority or 0,
+        )
+    return pinned
 
 
 def _threads(count: int, name: str) -> ThreadPoolExecutor:

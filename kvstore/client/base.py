@@ -84,7 +84,7 @@ class BaseClient(ClientCalls):
         self._lock = threading.Lock()
         self._idle: list[BaseConnection] = []
         self._maps = Maps()
-        self._backoff = Backoff()
+        self._backoff = Backoff(logs=not self.strict)
 
     def _scope(self, layout: Layout, owner: str, ttl_s: float) -> Scope:
         return Scope(layout, check_owner(owner), check_namespace_ttl(ttl_s), self._prompts)

@@ -36,9 +36,10 @@ def in_order(messages: Sequence[Any], answers: Iterable[Any]) -> list[Any]:
 
 
 class Backoff:
-    """Delays reconnection after failures, from 50 ms to 2 s."""
+    """Delays reconnection after failures, from 50 ms to 2 s. `logs`: refusals, which no caller is told."""
 
-    def __init__(self) -> None:
+    def __init__(self, logs: bool = True) -> None:
+        self._logs = logs
         self.succeeded()
 
     def succeeded(self) -> None:
@@ -56,7 +57,7 @@ class Backoff:
 
         Logs the first refusal since the last success: the daemon will refuse the client again.
         """
-        if isinstance(error, RemoteProtocolError) and not self._refused:
+        if isinstance(error, RemoteProtocolError) and not self._refused and self._logs:
             self._refused = True
             _log.warning("nothing is cached, the daemon refuses this client: %s", printable(str(error)))
         if isinstance(error, TimeoutError | BlockingIOError):

@@ -74,7 +74,7 @@ def test_the_vllm_page_has_every_option_with_its_default() -> None:
 
 def test_the_vllm_page_has_every_counter() -> None:
     source = "".join(path.read_text(encoding="utf-8") for path in (CONNECTORS / "kvstore_vllm").glob("*.py"))
-    counters = set(re.findall(r'counts\["([a-z ]+)"\]', source))
+    counters = set(re.findall(r'(?:counts\[|tell\()"([a-z ]+)"', source))
     section = page("vllm").partition("## Counters")[2].partition("\n## ")[0]
     assert set(re.findall(r"^\| `([a-z ]+)` \|", section, re.MULTILINE)) == counters
 

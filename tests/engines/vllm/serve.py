@@ -27,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import ( 
 )
 from vllm.lora.request import LoRARequest  # noqa: E402
 from vllm.v1.engine import EngineCoreRequest  # noqa: E402
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope  # noqa: E402
 from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
 
@@ -97,7 +98,7 @@ class Served:
 
     def empty_cpu_tier(self) -> None:
         """Empties vLLM's CPU tier alone, as evictions would: what is loaded comes from the tier below it."""
-        self._until_idle()
+        self.idle()
         self.offloading.primary_tier.reset_cache()
 
     def tier_counts(self) -> dict[str, int]:
@@ -147,7 +148,7 @@ class Served:
             max_tokens=max_tokens, temperature=0, logprobs=3, detokenize=False, ignore_eos=True
         )
         samplings = [sampling.clone() for _ in prompts]
-        for each, some in zip(samplings, params or (), strict=False):
+        for each, some in zip(samplings, params or (), strict=params is not None):
             each.extra_args = {"kv_transfer_params": some}
         asked = [{"prompt_token_ids": p, **({"cache_salt": salt} if salt else {})} for p in prompts]
         adapter = LoRARequest(*lora) if lora else None
@@ -178,6 +179,13 @@ class Served:
             }
             for output in outputs
         ]
+
+    def hinted(self, prompt: list[int], actions: list[list[Any]]) -> None:
+        """Computes a prompt that an orchestrator has given KV hints: type, version and payload of each."""
+        sampling = SamplingParams(max_tokens=1, detokenize=False)
+        hints = KvHintsEnvelope("1.0", "message", [KvHintAction("action", *each) for each in actions])
+        self.llm.llm_engine.add_request("hinted", {"prompt_token_ids": prompt}, sampling, kv_hints=hints)
+        self.idle()
 
     def reset(self, connector: bool = False) -> bool:
         """Empties the engine's own prefix cache."""

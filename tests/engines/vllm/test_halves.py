@@ -56,6 +56,7 @@ class FakeRequest:
     skip_reading_prefix_cache: bool = False
     shared_prefix_boundary: int = 0
     kv_transfer_params: Any = None
+    kv_hints: Any = None
 
     @property
     def all_token_ids(self) -> list[int]:
@@ -643,14 +644,15 @@ def test_a_computing_step_is_not_idle_for_the_second_model_runner(
         ExceptionBarrier(logging.getLogger("test")),
         "",
     )
-    connector._failures_told, connector._connector_metadata = Counter(), None
+    connector._failures_told, connector._connector_metadata, connector._scheduler = Counter(), None, None
+    connector._met = True
     runner = ActiveKVConnector.__new__(ActiveKVConnector)
     runner.kv_connector, runner.vllm_config = connector, VllmConfig()
     runner._pending_load_kwargs, runner._disabled = None, False
     waits: list[bool] = []
     monkeypatch.setattr(worker, "_waiting", lambda: waits.append(True))
     for idle in (False, True):
-        orders = Step(idle=idle)
+        orders = Step(idle=idle, met=True)
         output = SimpleNamespace(kv_connector_metadata=orders, has_sync_kv_loads=False)
         batch = SimpleNamespace(idx_mapping=None, req_ids=["r"], num_tokens=1)
         runner.pre_forward(output, None if idle else batch)

@@ -94,7 +94,7 @@ def cached_tokens(answer: dict[str, Any]) -> int:
 
 def shell_lines(url: str, model: Path) -> list[str]:
     """The page's lines for a shell, for this server instead of the page's."""
-    [lines] = re.findall(r"```\n(curl .*?)```", PAGE, re.DOTALL)
+    lines, _ = re.findall(r"```\n(curl .*?)```", PAGE, re.DOTALL)
     text = (
         lines.replace("\\\n", "")
         .replace("localhost:8000", url.removeprefix("http://"))

@@ -33,7 +33,7 @@ from kvstore.lab.local_daemon import LocalDaemon
 from kvstore_vllm import metrics
 from kvstore_vllm.lookup import Lookup
 from kvstore_vllm.messages import Load, Part, Save, Step
-from kvstore_vllm.metrics import METRICS, Figures, Outcome, PromMetrics, Recorder
+from kvstore_vllm.metrics import METRICS, UNANSWERED, Figures, Outcome, PromMetrics, Recorder, reason_of
 from kvstore_vllm.prefill_rate import PrefillRate
 from kvstore_vllm.worker import GroupMemory, WorkerHalf
 from tests.admin.serving import free_port
@@ -157,9 +157,12 @@ def test_nothing_is_written_unless_debug_is_on(
 def why_of(client: Client, layout: Layout, keys: list[bytes]) -> str:
     lookup = Lookup(client, [GROUP], PrefillRate(2048))
     lookup.meet([[layout]], "")
-    found = lookup.find(SimpleNamespace(block_hashes=keys, num_tokens=32 * len(keys) + 1), b"", True)
-    assert found.tokens == 0
-    return found.why
+    asked = SimpleNamespace(block_hashes=keys, num_tokens=32 * len(keys) + 1)
+    try:
+        assert lookup.find(asked, b"", True).tokens == 0
+    except UNANSWERED as error:
+        return reason_of(error)
+    return ""
 
 
 def test_misses_of_lookups_have_reasons() -> None:
