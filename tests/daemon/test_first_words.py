@@ -153,7 +153,7 @@ def test_the_summary_names_tiers_with_their_contents_tenants_and_sockets() -> No
 
 def test_the_flag_is_the_one_of_the_page_about_vllm() -> None:
     page = (ROOT / "docs" / "vllm.md").read_text()
-    [shown] = re.findall(r"--kv-transfer-config '(\{.*?\})'\n", page, re.DOTALL)
+    [shown] = re.findall(r"--kv-transfer-config '(\{\n.*?\})'\n", page, re.DOTALL)
     name, flag = shlex.split(summary.vllm_flag(Path("/run/kvstore/kvstore.sock")))
     assert name == "--kv-transfer-config"
     assert json.loads(flag) == json.loads(shown)

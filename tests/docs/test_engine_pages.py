@@ -72,11 +72,17 @@ def test_the_vllm_page_has_every_option_with_its_default() -> None:
         assert default in ('""', "0") or rows[name] == f"`{default}`", name
 
 
-def test_the_vllm_page_has_every_counter() -> None:
-    source = "".join(path.read_text(encoding="utf-8") for path in (CONNECTORS / "kvstore_vllm").glob("*.py"))
-    counters = set(re.findall(r'(?:counts\[|tell\()"([a-z ]+)"', source))
+def test_the_vllm_page_has_every_metric_and_every_name_in_the_log() -> None:
+    source = (CONNECTORS / "kvstore_vllm/metrics.py").read_text(encoding="utf-8")
     section = page("vllm").partition("## Counters")[2].partition("\n## ")[0]
-    assert set(re.findall(r"^\| `([a-z ]+)` \|", section, re.MULTILINE)) == counters
+    metrics = set(re.findall(r'Metric\(\s*"([a-z_]+)"', source))
+    assert set(re.findall(r"^\| `vllm:kvstore_([a-z_]+)` \|", section, re.MULTILINE)) == metrics
+    logged = set(
+        re.findall(r': "([a-z ]+)",$', source.partition("_LOGGED = {")[2].partition("}\n")[0], re.MULTILINE)
+    )
+    table = section.partition("### In the log")[2].partition("\n\n|")[2].partition("\n\n")[0]
+    cells = re.findall(r"^\| (`.*?`) \|", table, re.MULTILINE)
+    assert {name for cell in cells for name in re.findall("`([a-z ]+)`", cell)} == logged
 
 
 REFUSALS = {

@@ -21,7 +21,7 @@ os.dup2(2, 1)
 
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
-from vllm.distributed.kv_transfer import get_kv_transfer_group, kv_transfer_state  # noqa: E402
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group, kv_transfer_state  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (  # noqa: E402
     OffloadingConnector,
 )
@@ -54,8 +54,7 @@ class Served:
         except Exception:
             self._clean_up()
             raise
-        if self._of_ours(self.core.scheduler.connector) is not None:
-            self._keep_counts()
+        self._keep_counts()
 
     def _clean_up(self) -> None:
         gc.collect()
@@ -82,8 +81,18 @@ class Served:
 
     @property
     def worker(self) -> Any:
-        """The connector beside the model."""
-        return self._of_ours(get_kv_transfer_group())
+        """The connector beside the model; None: the workers are other processes."""
+        return self._of_ours(get_kv_transfer_group() if has_kv_transfer_group() else None)
+
+    @property
+    def connectors(self) -> list[Any]:
+        """This project's connectors in this process: none, the scheduler's, or also the worker's."""
+        return [each for each in (self.scheduling, self.worker) if each is not None]
+
+    @property
+    def halves(self) -> list[Any]:
+        """What those connectors hand their calls to."""
+        return [half for each in self.connectors if (half := each._worker or each._scheduler) is not None]
 
     @property
     def offloading(self) -> Any:
@@ -224,10 +233,8 @@ class Served:
         ]
 
     def failures(self) -> dict[str, int]:
-        """Failed hooks, of both halves."""
-        if self.scheduling is None:
-            return {}
-        return dict(self.scheduling._guard.failures + self.worker._guard.failures)
+        """Failed hooks of the connector's halves that are in this process."""
+        return dict(sum((each._guard.failures for each in self.connectors), Counter[str]()))
 
     def layout(self, group: int = 0) -> dict[str, Any]:
         """What the connector's blocks of a group look like."""
@@ -287,14 +294,14 @@ class Served:
 
     def counts(self) -> dict[str, int]:
         """Blocks by what became of them, and what else the connector counts, since the engine was made."""
-        self.worker._worker.counts()
-        self.core.scheduler.connector._scheduler.counts()
+        for half in self.halves:
+            half.counts()
         return {"saved": 0, **self._counted}
 
     def connected(self) -> bool:
         """Whether both halves, or the tier, reach the daemon again, after backing off from one away."""
         try:
-            for part in (self.tier,) if self.scheduling is None else (self.scheduling, self.worker):
+            for part in self.connectors or (self.tier,):
                 part._client.ping()
         except UnavailableError:
             return False
@@ -302,7 +309,7 @@ class Served:
 
     def deadline(self, deadline_s: float) -> None:
         """Changes the deadline of transfers."""
-        for connector in (self.core.scheduler.connector, self.worker):
+        for connector in self.connectors:
             connector._client.deadline_s = deadline_s
 
     def sabotage(self, place: str, times: int = sys.maxsize) -> None:
@@ -340,7 +347,7 @@ class Served:
     def _keep_counts(self) -> None:
         """vLLM's own log of them says less than a test wants to know."""
         self._counted = Counter[str]()
-        for half in (self.worker._worker, self.core.scheduler.connector._scheduler):
+        for half in self.halves:
             half.counts = self._counting(half.counts)
 
     def _counting(self, take: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:

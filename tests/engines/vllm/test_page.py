@@ -112,7 +112,7 @@ def shell(line: str) -> str:
 
 def test_the_lines_of_the_page_show_a_hit_after_a_restart(model: Path) -> None:
     need("curl")
-    [flag] = re.findall(r"--kv-transfer-config '(\{.*?\})'\n", PAGE, re.DOTALL)
+    [flag] = re.findall(r"--kv-transfer-config '(\{\n.*?\})'\n", PAGE, re.DOTALL)
     with LocalDaemon({"dram": {"limit": "64MiB", "huge_pages": False}}) as own:
         flag = flag.replace("unix:///run/kvstore/kvstore.sock", own.url)
         for found in (0, full_blocks(500)):
@@ -123,7 +123,7 @@ def test_the_lines_of_the_page_show_a_hit_after_a_restart(model: Path) -> None:
 
 
 def test_the_flags_serve_and_a_restarted_server_finds_its_blocks(model: Path) -> None:
-    [flag] = re.findall(r"--kv-transfer-config '(\{.*?\})'\n", PAGE, re.DOTALL)
+    [flag] = re.findall(r"--kv-transfer-config '(\{\n.*?\})'\n", PAGE, re.DOTALL)
     asked = prompt(700, 300)
     with LocalDaemon({"dram": {"limit": "64MiB", "huge_pages": False}}) as own:
         flag = flag.replace("unix:///run/kvstore/kvstore.sock", own.url)

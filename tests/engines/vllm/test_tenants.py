@@ -354,7 +354,7 @@ def test_the_http_server_takes_options_in_the_body(
 ) -> None:
     need("curl")
     monkeypatch.setitem(SERVERS, "VLLM_SERVER_DEV_MODE", "1")
-    flag, *_ = re.findall(r"--kv-transfer-config '(\{.*?\})'\n", PAGE, re.DOTALL)
+    [flag] = re.findall(r"--kv-transfer-config '(\{\n.*?\})'\n", PAGE, re.DOTALL)
     asked, hit = prompt(1220, 300), full_blocks(300)
     with server(model, flag.replace("unix:///run/kvstore/kvstore.sock", own.url)) as url:
         answers = []
