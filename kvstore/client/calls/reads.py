@@ -20,13 +20,7 @@ from kvstore.client.calls.scope import (
     open_namespace,
     value_of,
 )
-from kvstore.client.checks import (
-    check_device,
-    check_out,
-    check_speed,
-    recompute_s,
-    with_wait,
-)
+from kvstore.client.checks import check_device, check_out, check_speed, recompute_s, with_wait
 from kvstore.client.estimates import UNKNOWN, Estimate, StoredPrefix
 from kvstore.client.gpu import DeviceLease
 from kvstore.client.leases import Buffer, Lease, Slots
@@ -185,10 +179,9 @@ def find_prefix(
 
     def message(at: int, some: Sequence[Key], known: int, guess: Estimate, step: int = 1) -> m.Lookup:
         joined, size = check_keys(some)
-        have = max(0, guess.have - at) // step
+        left_s, new, have = exchange.left_s(), requests.new_blocks, max(0, guess.have - at) // step
         return m.Lookup(
-            *(0, namespace, size, joined, exchange.left_s(), guess.recompute_s, ""),
-            *(requests.new_blocks, known, step, guess.load_s, have),
+            0, namespace, size, joined, left_s, guess.recompute_s, "", new, known, step, guess.load_s, have
         )
 
     def found_of(at: int, some: Sequence[Key], guess: Estimate) -> Flow[StoredPrefix]:

@@ -9,7 +9,6 @@ until its deadline. Blocks that are slower to load than to recompute are treated
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -72,7 +71,8 @@ class NetworkRequests:
     ) -> ac.Found:
         absent = self._absent(namespace, event.keys, found.value)
         existing = await self._existence.prefix(namespace, _keys_at(event.keys, absent), until)
-        n = self._worth_looked_up(event, namespace, absent[:existing], until)
+        had = int(np.count_nonzero(absent[:existing] < event.have))
+        n = had + self._worth_loading(event, namespace, existing - had, event.step)
         _add_network(found.stored, _leading_with(absent, existing, event.keys.n))
         worth = _leading_with(absent, n, event.keys.n)
         found.stored.unworthy = found.stored.blocks - worth
@@ -125,7 +125,7 @@ class NetworkRequests:
         absent = self._absent(namespace, keys, stored)
         missing = _keys_at(keys, absent)
         existing = await self._existence.prefix(namespace, missing, until, fresh)
-        n = self._worth_loading(namespace, existing, event.tenant, until, event.recompute_s)
+        n = self._worth_loading(event, namespace, existing)
         parent = keys[stored - 1] if stored else b""
         downloads = self._downloads.start(namespace, missing[:n], parent, event.tenant, DEMAND, until)
         await self._wait(downloads, until)
@@ -215,32 +215,17 @@ class NetworkRequests:
         if copies and left_s > 0:
             await asyncio.wait(set(copies), timeout=left_s)
 
-    def _worth_looked_up(
-        self, event: ev.Lookup, namespace: NamespaceEntry, absent: Positions, until: float
-    ) -> int:
-        """Returns how many of the blocks at these positions of a lookup to load. See `_worth_loading`."""
-        had = int(np.count_nonzero(absent < event.have))
-        ends = until if event.deadline == math.inf else event.deadline
-        asked = (namespace, len(absent) - had, event.tenant, ends)
-        return had + self._worth_loading(*asked, event.recompute_s, event.step)
-
     def _worth_loading(
-        self,
-        namespace: NamespaceEntry,
-        n: int,
-        tenant: int,
-        until: float,
-        recompute_s: float,
-        step: int = 1,
+        self, event: ev.Lookup | ev.Acquire, namespace: NamespaceEntry, n: int, step: int = 1
     ) -> int:
-        """Returns how many of `n` keys to load: by `until`, and as far as this saves the most time.
+        """Returns how many of `n` keys to load: by the deadline, and as far as this saves the most time.
 
-        `recompute_s`: time to compute one block, 0 if unknown. Each key stands for `step` blocks.
+        Each key stands for `step` blocks.
         """
         now, device = self._core.now(), self._executor.device
-        key_s = step * slot_bytes(namespace.block_bytes) / device.share_of(now, tenant)
-        load_s = device.wait_s(now, tenant, 0) + np.arange(1, n + 1) * key_s
-        return blocks_worth_loading(load_s, step * recompute_s, until - now)
+        key_s = step * slot_bytes(namespace.block_bytes) / device.share_of(now, event.tenant)
+        load_s = device.wait_s(now, event.tenant, 0) + np.arange(1, n + 1) * key_s
+        return blocks_worth_loading(load_s, step * event.recompute_s, event.deadline - now)
 
 
 def _keys_at(keys: Keys, positions: Positions) -> list[bytes]:

@@ -290,7 +290,7 @@ class Served:
         manager = self.core.scheduler.kv_cache_manager
         blocks, _ = manager.get_computed_blocks(self._request(prompt))[:2]
         [block_ids] = blocks.get_block_ids()
-        manager.evict_blocks(set(block_ids[tokens // manager.block_size :]))
+        manager.evict_blocks(set(block_ids[tokens // self.core.vllm_config.cache_config.block_size :]))
 
     def counts(self) -> dict[str, int]:
         """Blocks by what became of them, and what else the connector counts, since the engine was made."""
