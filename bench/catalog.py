@@ -116,14 +116,13 @@ BENCHES = {
         "vllm_miss:run", _named("vllm-miss", "gqa/2-threads", "gqa/1-thread", "mha/2-threads"), needs=_VLLM
     ),
     "vllm-ttft": Entry("vllm_ttft:run", _named("vllm-ttft", "256", "512", "1024", "2048"), needs=_VLLM),
-    "vllm-worth": Entry(
-        "vllm_worth:run",
-        (
-            *_named("vllm-worth/slow-device", "512", "1024", "2048"),
-            "vllm-worth/fast-device/2048",
-            *_named("vllm-worth/slow-network", "512", "1024", "2048"),
-        ),
+    "vllm-worth-device": Entry(
+        "vllm_worth:device",
+        _named("vllm-worth-device", "slow/512", "slow/1024", "slow/2048", "fast/2048"),
         needs=_VLLM,
+    ),
+    "vllm-worth-network": Entry(
+        "vllm_worth:network", _named("vllm-worth-network", "slow/512", "slow/1024", "slow/2048"), needs=_VLLM
     ),
     "vllm-roles": Entry("vllm_roles:run", _named("vllm-roles", "256", "512", "1024", "2048"), needs=_VLLM),
 }

@@ -1,8 +1,8 @@
-"""vllm-worth: time to the first token of prompts that are stored on something slow, against computing them.
+"""vllm-worth-*: time to the first token of prompts that are stored on something slow, against computing them.
 
-`slow-device`: on an NVMe device that moves 1 MB/s. `slow-network`: on a server behind a proxy that is as slow
-for each connection. There the engine should compute the prompts as if there were no store. `fast-device`:
-once the device is fast again, they are loaded, and are as fast as in `vllm-ttft`.
+`device`: on an NVMe device that moves 1 MB/s. `network`: on a server behind a proxy that is as slow for each
+connection. There the engine should compute the prompts as if there were no store. `device/fast`: once the
+device is fast again, they are loaded, and are as fast as in `vllm-ttft`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,9 @@ from kvstore.lab.local_daemon import LocalDaemon
 from tests.crash.shimmed import ShimmedDaemon
 from tests.engines.vllm.engine import Engine, full_blocks, prompt
 
-CASES = (
-    *("slow-device/512", "slow-device/1024", "slow-device/2048"),
-    "fast-device/2048",
-    *("slow-network/512", "slow-network/1024", "slow-network/2048"),
-)
-"""Where the prompts are, and their lengths in tokens."""
-
 _LENGTHS = (512, 1024, 2048)
+_SLOW_SHARE, _FAST_SHARE = 0.7, 0.3
+"""The parts of the measuring time of the slow place and of the fast one."""
 _PROMPTS = 4
 """Prompts of each length. Computing them shows the engine's speed; the first shows that the place is slow."""
 _SLOW_BYTES_A_S = 1e6
@@ -44,14 +39,18 @@ Status = dict[str, Any]
 Throttle = Callable[[bool], None]
 
 
-def run(bench: Bench) -> Iterator[Result]:
-    """Yields one row per place and length."""
+def device(bench: Bench) -> Iterator[Result]:
+    """Yields one row per length, and one of a device that is fast again."""
     with bench.scratch() as folder:
         slow = folder / "bytes-a-second"
         (folder / "nvme").mkdir()
         settings = _settings(nvme={"path": folder / "nvme", "limit": 4 * GIB})
         with ShimmedDaemon(settings, ["--do", "slow", "--while", str(slow)]) as daemon:
             yield from _rows(bench, "device", daemon, partial(_throttle, slow), _written, _device_speed)
+
+
+def network(bench: Bench) -> Iterator[Result]:
+    """Yields one row per length."""
     with bench.scratch() as folder, valkey(folder) as port, proxied(port) as (proxy, mode):
 
         def throttle(slowly: bool) -> None:
@@ -99,7 +98,7 @@ def _rows(
         with Client(daemon.url, token="", deadline_s=30.0, strict=True) as client:
             wait_until(client, lambda status: speed(status) < _KNOWN_BYTES_A_S)
         for tokens in _LENGTHS:
-            yield _slow(bench, f"slow-{place}", made, tokens)
+            yield _slow(bench, place, made, tokens)
         throttle(False)
         if place == "device":
             yield _fast(bench, made, _LENGTHS[-1])
@@ -108,11 +107,11 @@ def _rows(
 def _slow(bench: Bench, place: str, made: Engine, tokens: int) -> Result:
     loaded: list[int] = []
     samples = (partial(_sample, made, tokens, loaded), partial(_sample, made, tokens, None))
-    rounds = bench.interleave(f"{place}, {tokens} tokens", samples, tokens / sum(_LENGTHS) / 3)
+    rounds = bench.interleave(f"slow {place}, {tokens} tokens", samples, _SLOW_SHARE * tokens / sum(_LENGTHS))
     computed = sum(not each for each in loaded) / len(loaded)
     if computed < _LEAST_COMPUTED:
         raise NotDone(f"{place}/{tokens}: only {computed:.0%} of the samples were computed")
-    name = f"vllm-worth/{place}/{tokens}"
+    name = f"vllm-worth-{place}/slow/{tokens}"
     return rounds.result(name, "s", Target("<=", 1.02), computed_share=computed)
 
 
@@ -126,9 +125,9 @@ def _fast(bench: Bench, made: Engine, tokens: int) -> Result:
         )
     again_s, loaded = time.monotonic() - began, list[int]()
     samples = (partial(_sample, made, tokens, loaded), partial(_sample, made, tokens, None))
-    rounds = bench.interleave(f"fast-device, {tokens} tokens", samples, 1 / 3)
+    rounds = bench.interleave(f"fast device, {tokens} tokens", samples, _FAST_SHARE)
     expect(set(loaded), {full_blocks(tokens)}, "tokens loaded")
-    return rounds.result(f"vllm-worth/fast-device/{tokens}", "s", Target("<=", 0.1), used_again_s=again_s)
+    return rounds.result(f"vllm-worth-device/fast/{tokens}", "s", Target("<=", 0.1), used_again_s=again_s)
 
 
 def _sample(made: Engine, tokens: int, loaded: list[int] | None, number: int) -> float:

@@ -35,7 +35,6 @@ _OPEN_FOR_S = 30.0
 _FENCED_AFTER_S = 5.0
 _MEMORY_S = 1.0
 _FORGIVEN_S = 5.0
-_FORGIVEN_MOST_S = 80.0
 _TRIED_S = 60.0
 _FIRST_GUESS = 1e9
 MEASURED_BYTES = 4 << 20
@@ -181,7 +180,7 @@ class DeviceQueue:
     def bandwidth(self, now: float) -> float:
         """Returns the measured bandwidth in bytes/s. A slow measurement recovers as it gets older.
 
-        It doubles every 5 s up to the best one, every 80 s if a device that was tried again was slow again,
+        It doubles every 5 s up to the best one, more slowly if a device that was tried again was slow again,
         and every 60 s up to the initial guess: a device that was never fast is tried now and then.
         """
         age = max(0.0, now - self._measured_at)
@@ -199,7 +198,7 @@ class DeviceQueue:
                 # Short measurements have little weight, but the first one replaces the initial guess.
                 first = self._measured_at == -math.inf
                 share = 1.0 if first else min(1.0, took / _MEMORY_S)
-                expected, measured = self.bandwidth(now), self._bytes_done / took
+                expected, measured = self.bandwidth(self._busy_since), self._bytes_done / took
                 self._forgiven_s = self._patience_after(expected, measured)
                 self._bandwidth = expected + share * (measured - expected)
                 self._best = self._bandwidth if first else max(self._best, self._bandwidth)
@@ -210,7 +209,7 @@ class DeviceQueue:
         """Returns in what time (s) a slow measurement doubles: longer after each vain try."""
         if measured >= expected:
             return _FORGIVEN_S
-        return min(_FORGIVEN_MOST_S, 2 * self._forgiven_s) if measured < expected / 2 else self._forgiven_s
+        return min(_TRIED_S, 2 * self._forgiven_s) if measured < expected / 2 else self._forgiven_s
 
     def wait_s(self, now: float, tenant: int, nbytes: int) -> float:
         """Returns the time (s) to read more bytes on demand for a tenant, with the turns of other tenants."""

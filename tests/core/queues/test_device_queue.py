@@ -246,6 +246,17 @@ def test_a_device_that_stays_slow_is_tried_less_and_less_often() -> None:
     assert d.bandwidth(now) > 500 << 20
 
 
+def test_a_slow_device_that_stays_busy_was_tried_once() -> None:
+    d, copies = DeviceQueue(), 4
+    moved(d, 0.0, 0.008)
+    for number in range(copies):
+        assert d.put(1.0, 1, DEMAND, 8 << 20, number)
+    assert len(list(d.next(1.0))) == copies
+    for number in range(copies):
+        d.ended(9.0 + 8 * number, DEMAND, 8 << 20, 8 << 20)
+    assert tried_after(d, 33.0, 64 << 20) < 70
+
+
 def test_a_chain_over_two_devices_is_loaded_by_both_at_a_time() -> None:
     w = world(4, 4)
     keys = chain("a", 4)
