@@ -253,8 +253,8 @@ def test_a_slow_device_that_stays_busy_was_tried_once() -> None:
         assert d.put(1.0, 1, DEMAND, 8 << 20, number)
     assert len(list(d.next(1.0))) == copies
     for number in range(copies):
-        d.ended(9.0 + 8 * number, DEMAND, 8 << 20, 8 << 20)
-    assert tried_after(d, 33.0, 64 << 20) < 70
+        d.ended(17.0 + 16 * number, DEMAND, 8 << 20, 8 << 20)
+    assert tried_after(d, 65.0, 64 << 20) < 80
 
 
 def test_a_chain_over_two_devices_is_loaded_by_both_at_a_time() -> None:
