@@ -209,7 +209,8 @@ class DeviceQueue:
         """Returns in what time (s) a slow measurement doubles: longer after each vain try."""
         if measured >= expected:
             return _FORGIVEN_S
-        return min(_TRIED_S, 2 * self._forgiven_s) if measured < expected / 2 else self._forgiven_s
+        tried_in_vain = max(self._bandwidth, measured) < expected / 2
+        return min(_TRIED_S, 2 * self._forgiven_s) if tried_in_vain else self._forgiven_s
 
     def wait_s(self, now: float, tenant: int, nbytes: int) -> float:
         """Returns the time (s) to read more bytes on demand for a tenant, with the turns of other tenants."""
