@@ -91,11 +91,12 @@ def _rows(
             wait_until(client, stored)
         daemon.restart()  # memory is empty
         _until(lambda: bool(made("connected")), "the engine connects again")
-        throttle(True)
-        bench.doing(f"slow {place}")
-        # Long enough for the daemon to measure it.
-        made.fresh([_prompt(_LENGTHS[1], 0)], max_tokens=1)
         with Client(daemon.url, token="", deadline_s=30.0, strict=True) as client:
+            wait_until(client, _usable)
+            throttle(True)
+            bench.doing(f"slow {place}")
+            # Long enough for the daemon to measure it.
+            made.fresh([_prompt(_LENGTHS[1], 0)], max_tokens=1)
             wait_until(client, lambda status: speed(status) < _KNOWN_BYTES_A_S)
         for tokens in _LENGTHS:
             yield _slow(bench, place, made, tokens)
@@ -161,6 +162,10 @@ def _written(status: Status) -> bool:
 def _uploaded(status: Status) -> bool:
     written = status["network"]["counters"].get("written_ok_blocks", 0)
     return bool(status["counters"]["stored_blocks"] == written > 0)
+
+
+def _usable(status: Status) -> bool:
+    return status["network"] is None or bool(status["network"]["usable"])
 
 
 def _device_speed(status: Status) -> float:
