@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.engines import engine_of
+from bench.engines import engine_of, llama
 from bench.harness import GIB, Bench, NotDone, Result, Target, expect
 from bench.network import MODES, WELL, proxied, redis, valkey
 from bench.served import wait_until
@@ -80,8 +80,8 @@ def _rows(
     speed: Callable[[Status], float],
 ) -> Iterator[Result]:
     """Yields the rows of a place that is slow, and for the device one when it is fast again."""
-    hidden, layers, kv_heads = bench.pick((1024, 12, 16), (256, 4, 4))
-    with engine_of(bench, daemon, hidden, layers, kv_heads) as made:
+    model = bench.pick(llama(1024, 12, 16), llama(256, 4, 4))
+    with engine_of(bench, daemon, model) as made:
         bench.doing("storing prompts")
         for tokens in _LENGTHS:
             for number in range(_PROMPTS):
