@@ -1,0 +1,28 @@
+"""Copies and checksums of batches of blocks: by a C extension, or by numpy and xxhash where there is none.
+
+A batch is a table of `PIECE`: consecutive pieces whose bytes make up one block, and a checksum for each
+block. Both implementations give the same bytes, sums and errors (`tests/native`). The C extension reads each
+byte once and keeps the GIL released over a whole batch. `KVSTORE_NATIVE=0` in the environment turns it off.
+Not covered here: what is copied, and which sum it must have (`kvstore.arena`, `kvstore.client`).
+"""
+
+from __future__ import annotations
+
+import os
+
+from kvstore.native import portable
+from kvstore.native.pieces import PIECE, pieces, whole
+
+try:
+    if os.environ.get("KVSTORE_NATIVE") == "0":
+        raise ImportError("KVSTORE_NATIVE=0")
+    from kvstore.native import _native
+except ImportError as error:
+    IMPLEMENTATION, WHY_NOT = "numpy and xxhash", str(error)
+    copy, copy_in, copy_out, sums = portable.copy, portable.copy_in, portable.copy_out, portable.sums
+else:
+    IMPLEMENTATION, WHY_NOT = f"native, {_native.instruction_set()}", ""
+    # Its sum is that of both sides: each byte is read once.
+    copy, copy_in, copy_out, sums = (_native.copy, _native.copy_and_sum, _native.copy_and_sum, _native.sums)
+
+__all__ = ["IMPLEMENTATION", "PIECE", "WHY_NOT", "copy", "copy_in", "copy_out", "pieces", "sums", "whole"]
