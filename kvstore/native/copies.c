@@ -18,6 +18,10 @@ enum action { COPY, COPY_AND_SUM, SUM };
 
 #define HELD (2 * XXH3_ROW)
 #define STREAM_FROM (256 << 10)
+#define STREAM_ALIGN 16
+#define STAGE_ROWS 4
+
+static const row_functions *rows; /* those that this machine runs fastest, or those that a test has chosen */
 
 static void release(buffers *some)
 {
@@ -105,9 +109,27 @@ typedef struct {
     uint8_t end[HELD];
 } progress;
 
-static void add_piece(progress *block, const struct row_functions *rows, int stream, uint8_t *target,
-                      const uint8_t *source, uint64_t length)
+/* Copies and hashes whole rows to a target of any alignment, with non-temporal stores. */
+static void stream_rows(xxh3_state *hash, uint8_t *target, const uint8_t *source, size_t n)
 {
+    if ((uintptr_t)target % STREAM_ALIGN == 0) {
+        rows->stream(hash, target, source, n);
+        return;
+    }
+    uint8_t stage[STAGE_ROWS * XXH3_ROW] __attribute__((aligned(64)));
+    while (n) {
+        size_t some = n < STAGE_ROWS ? n : STAGE_ROWS, nbytes = some * XXH3_ROW;
+        rows->copy(hash, stage, source, some);
+        rows->stream_bytes(target, stage, nbytes);
+        source += nbytes;
+        target += nbytes;
+        n -= some;
+    }
+}
+
+static void add_piece(progress *block, uint8_t *target, const uint8_t *source, uint64_t length)
+{
+    int stream = length >= STREAM_FROM;
     while (length) {
         uint64_t whole = (length < block->left ? length : block->left) / XXH3_ROW;
         uint64_t taken = whole * XXH3_ROW;
@@ -115,7 +137,7 @@ static void add_piece(progress *block, const struct row_functions *rows, int str
             if (target == NULL)
                 rows->sum(&block->hash, source, whole);
             else
-                (stream ? rows->stream : rows->copy)(&block->hash, target, source, whole);
+                (stream ? stream_rows : rows->copy)(&block->hash, target, source, whole);
             block->left -= taken;
         } else {
             uint64_t room = (block->left ? XXH3_ROW : HELD) - block->held;
@@ -149,8 +171,7 @@ static uint64_t bytes_before_end(uint64_t length)
 }
 
 /* Copies and hashes one block. Returns its number of pieces. */
-static Py_ssize_t sum_block(piece *first, const struct row_functions *rows, const buffers *targets,
-                            const buffers *sources)
+static Py_ssize_t sum_block(piece *first, const buffers *targets, const buffers *sources)
 {
     progress block;
     uint64_t length = first->length;
@@ -161,8 +182,7 @@ static Py_ssize_t sum_block(piece *first, const struct row_functions *rows, cons
     block.left = bytes_before_end(length);
     block.held = 0;
     for (piece *p = first; p < first + n; p++)
-        add_piece(&block, rows, p->length >= STREAM_FROM,
-                  targets == NULL ? NULL : bytes_at(targets, p->target, p->target_offset),
+        add_piece(&block, targets == NULL ? NULL : bytes_at(targets, p->target, p->target_offset),
                   bytes_at(sources, p->source, p->source_offset), p->length);
     first[n - 1].sum = xxh3_finish(&block.hash, length, block.end, block.held);
     return n;
@@ -170,14 +190,19 @@ static Py_ssize_t sum_block(piece *first, const struct row_functions *rows, cons
 
 static void run(enum action action, piece *table, Py_ssize_t n, const buffers *targets, const buffers *sources)
 {
-    const struct row_functions *rows = best_rows();
-    if (action != COPY)
-        for (Py_ssize_t i = 0; i < n;)
-            i += sum_block(&table[i], rows, targets, sources);
+    if (action == COPY)
+        for (piece *p = table; p < table + n; p++) {
+            uint8_t *target = bytes_at(targets, p->target, p->target_offset);
+            const uint8_t *source = bytes_at(sources, p->source, p->source_offset);
+            if (p->length < STREAM_FROM)
+                memcpy(target, source, p->length);
+            else
+                rows->stream_bytes(target, source, p->length);
+        }
     else
-        for (piece *p = table; p < table + n; p++)
-            memcpy(bytes_at(targets, p->target, p->target_offset),
-                   bytes_at(sources, p->source, p->source_offset), p->length);
+        for (Py_ssize_t i = 0; i < n;)
+            i += sum_block(&table[i], targets, sources);
+    rows->fence();
 }
 
 static PyObject *carry_out(enum action action, PyObject *into, PyObject *from, PyObject *pieces)
@@ -243,20 +268,34 @@ static PyObject *sums(PyObject *module, PyObject *args)
     return carry_out(SUM, NULL, sources, table);
 }
 
-static PyObject *instruction_set(PyObject *module, PyObject *nothing)
+static PyObject *instruction_set_name(PyObject *module, PyObject *nothing)
 {
-    return PyUnicode_FromString(best_rows()->name);
+    return PyUnicode_FromString(rows->name);
+}
+
+static PyObject *choose(PyObject *module, PyObject *args)
+{
+    int number;
+    if (!PyArg_ParseTuple(args, "i", &number))
+        return NULL;
+    const row_functions *found = number < 0 ? NULL : rows_of(number);
+    if (found == NULL)
+        return PyErr_Format(PyExc_ValueError, "no instruction set %d here", number);
+    rows = found;
+    Py_RETURN_NONE;
 }
 
 static PyMethodDef functions[] = {
     {"copy", copy, METH_VARARGS, NULL},
     {"copy_and_sum", copy_and_sum, METH_VARARGS, NULL},
     {"sums", sums, METH_VARARGS, NULL},
-    {"instruction_set", instruction_set, METH_NOARGS, NULL},
+    {"instruction_set", instruction_set_name, METH_NOARGS, NULL},
+    {"choose", choose, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
 int add_copies(PyObject *module)
 {
+    rows = rows_of(0);
     return PyModule_AddFunctions(module, functions);
 }

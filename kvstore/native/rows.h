@@ -4,18 +4,34 @@
 
 #include "xxh3.h"
 
-/* Copies `rows` rows of XXH3_ROW bytes and adds them to the hash. Each byte of the source is read once. */
-typedef void copy_rows(xxh3_state *state, uint8_t *target, const uint8_t *source, size_t rows);
+/* Adds rows of XXH3_ROW bytes to the hash. */
 typedef void sum_rows(xxh3_state *state, const uint8_t *source, size_t rows);
 
-struct row_functions {
+/* The same, and copies them. Each byte of the source is read once: what is hashed is what is copied. */
+typedef void copy_rows(xxh3_state *state, uint8_t *target, const uint8_t *source, size_t rows);
+
+/* Copies bytes with non-temporal stores. */
+typedef void stream_bytes(uint8_t *target, const uint8_t *source, size_t nbytes);
+
+typedef struct {
     const char *name;
     sum_rows *sum;
-    copy_rows *copy;   /* ordinary stores: the target stays in the cache */
-    copy_rows *stream; /* non-temporal stores: the target is not read into the cache */
-};
+    copy_rows *copy;        /* ordinary stores: the target stays in the cache */
+    copy_rows *stream;      /* non-temporal stores, to a multiple of 16: the target is not read into the cache */
+    stream_bytes *stream_bytes;
+    void (*fence)(void);    /* makes non-temporal stores visible before later stores */
+} row_functions;
 
-/* Returns the functions for this machine's best instruction set. */
-const struct row_functions *best_rows(void);
+/* Returns the functions of an instruction set that this machine has: the best one for number 0, then worse
+ * ones, NULL after the last one. */
+const row_functions *rows_of(int number);
+
+/* The instruction sets of this architecture, from the best one, with a NULL at the end. */
+typedef struct {
+    const row_functions *functions;
+    int (*runs)(void);
+} instruction_set;
+
+extern const instruction_set x86_sets[], arm_sets[];
 
 #endif

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
 import subprocess
 import sys
-from types import ModuleType, SimpleNamespace
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,23 +26,30 @@ LENGTHS = (
 )  # fmt: skip
 
 
-def implementations() -> dict[str, Any]:
-    found: dict[str, Any] = {"portable": portable}
-    if importlib.util.find_spec("kvstore.native._native") is not None:
-        from kvstore.native import _native  # noqa: PLC0415
+try:
+    from kvstore.native import _native
+except ImportError:
+    _native = None  # type: ignore[assignment]
 
-        found["native"] = SimpleNamespace(
-            copy=_native.copy, copy_in=_native.copy_and_sum, copy_out=_native.copy_and_sum, sums=_native.sums
-        )
-    return found
+SETS = range(4)
+"""Instruction sets, from this machine's best one to plain C: x86 has up to four, Arm two."""
 
 
-@pytest.fixture(scope="module", params=["portable", "native"])
-def native(request: pytest.FixtureRequest) -> ModuleType:
-    found = implementations()
-    if request.param not in found:
+@pytest.fixture(scope="module", params=["portable", *SETS])
+def native(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """One implementation."""
+    if request.param == "portable":
+        yield portable
+        return
+    if _native is None:
         pytest.skip("the C extension was not built: no compiler, or no Python.h")
-    return found[request.param]
+    try:
+        _native.choose(request.param)
+    except ValueError as error:
+        pytest.skip(str(error))
+    sums, copy_and_sum = _native.sums, _native.copy_and_sum
+    yield SimpleNamespace(copy=_native.copy, copy_in=copy_and_sum, copy_out=copy_and_sum, sums=sums)
+    _native.choose(0)
 
 
 def noise(nbytes: int, seed: int = 1) -> bytes:
@@ -112,6 +119,26 @@ def test_any_batch_gives_what_the_oracle_gives(native: Any, call: str, data: st.
             block, seed = b"", None
     getattr(native, call)([target], [source], table)
     assert (target, table["sum"].tolist()) == (expected, sums)
+
+
+@pytest.mark.parametrize("call", COPIES)
+@pytest.mark.parametrize("skew", [(0, 0), (0, 1), (3, 0), (5, 16), (0, 48), (8, 8), (63, 33)])
+@pytest.mark.parametrize("length", [100_000, 1 << 20, (1 << 20) - 37, (1 << 20) + 1024 + 5])
+def test_addresses_of_any_alignment(native: Any, call: str, skew: tuple[int, int], length: int) -> None:
+    data = np.frombuffer(noise(length), np.uint8)
+    source, target = (_aligned(length + 128)[at : at + length + 64] for at in skew)
+    source[:length], target[:] = data, 77
+    table = whole([length], 9)
+    getattr(native, call)([target], [source], table)
+    assert np.array_equal(target[:length], data)
+    assert (target[length:] == 77).all()
+    assert int(table["sum"][0]) == (0 if call == "copy" else xxh3_64_intdigest(data, 9))
+
+
+def _aligned(nbytes: int) -> Any:
+    memory = np.zeros(nbytes + 4096, np.uint8)
+    start = -memory.ctypes.data % 4096
+    return memory[start : start + nbytes]
 
 
 def test_a_changed_byte_changes_the_sum_of_its_block_alone(native: Any) -> None:
@@ -194,5 +221,5 @@ def _implementation(**env: str) -> str:
 
 def test_the_environment_turns_the_extension_off() -> None:
     assert _implementation(KVSTORE_NATIVE="0") == "numpy and xxhash"
-    if "native" in implementations():
+    if _native is not None:
         assert _implementation(KVSTORE_NATIVE="1").startswith("native, ")
