@@ -12,6 +12,7 @@ import os
 
 from kvstore.native import portable
 from kvstore.native.pieces import PIECE, pieces, whole
+from kvstore.native.portable import copied
 
 try:
     if os.environ.get("KVSTORE_NATIVE") == "0":
@@ -19,10 +20,24 @@ try:
     from kvstore.native import _native
 except ImportError as error:
     IMPLEMENTATION, WHY_NOT = "numpy and xxhash", str(error)
-    copy, copy_in, copy_out, sums = portable.copy, portable.copy_in, portable.copy_out, portable.sums
+    copy, copy_in, copy_out = portable.copy, portable.copy_in, portable.copy_out
+    sums, checksum = portable.sums, portable.checksum
 else:
     IMPLEMENTATION, WHY_NOT = f"native, {_native.instruction_set()}", ""
+    copy, sums, checksum = _native.copy, _native.sums, _native.checksum
     # Its sum is that of both sides: each byte is read once.
-    copy, copy_in, copy_out, sums = (_native.copy, _native.copy_and_sum, _native.copy_and_sum, _native.sums)
+    copy_in = copy_out = _native.copy_and_sum
 
-__all__ = ["IMPLEMENTATION", "PIECE", "WHY_NOT", "copy", "copy_in", "copy_out", "pieces", "sums", "whole"]
+__all__ = [
+    "IMPLEMENTATION",
+    "PIECE",
+    "WHY_NOT",
+    "checksum",
+    "copied",
+    "copy",
+    "copy_in",
+    "copy_out",
+    "pieces",
+    "sums",
+    "whole",
+]

@@ -268,6 +268,27 @@ static PyObject *sums(PyObject *module, PyObject *args)
     return carry_out(SUM, NULL, sources, table);
 }
 
+/* The hash of one buffer: nothing is copied, so no table is needed. */
+static PyObject *checksum(PyObject *module, PyObject *args)
+{
+    PyObject *payload, *seed;
+    Py_buffer view;
+    if (!PyArg_ParseTuple(args, "OO", &payload, &seed))
+        return NULL;
+    progress block;
+    xxh3_start(&block.hash, PyLong_AsUnsignedLongLongMask(seed));
+    if (PyErr_Occurred() || PyObject_GetBuffer(payload, &view, PyBUF_SIMPLE))
+        return NULL;
+    uint64_t length = (uint64_t)view.len;
+    block.left = bytes_before_end(length);
+    block.held = 0;
+    Py_BEGIN_ALLOW_THREADS
+    add_piece(&block, NULL, view.buf, length);
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&view);
+    return PyLong_FromUnsignedLongLong(xxh3_finish(&block.hash, length, block.end, block.held));
+}
+
 static PyObject *instruction_set_name(PyObject *module, PyObject *nothing)
 {
     return PyUnicode_FromString(rows->name);
@@ -289,6 +310,7 @@ static PyMethodDef functions[] = {
     {"copy", copy, METH_VARARGS, NULL},
     {"copy_and_sum", copy_and_sum, METH_VARARGS, NULL},
     {"sums", sums, METH_VARARGS, NULL},
+    {"checksum", checksum, METH_VARARGS, NULL},
     {"instruction_set", instruction_set_name, METH_NOARGS, NULL},
     {"choose", choose, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from xxhash import xxh3_64
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from kvstore.native.pieces import PIECE
 
@@ -38,7 +38,7 @@ def copy_in(targets: Sequence[Any], sources: Sequence[Any], table: Any) -> None:
     """
     rows = _rows(table)
     moves = _moves(rows, targets, sources)
-    _sum(rows, ((data[step] for step in _copied(into, data)) for into, data in moves))
+    _sum(rows, ((data[step] for step in copied(into, data)) for into, data in moves))
 
 
 def copy_out(targets: Sequence[Any], sources: Sequence[Any], table: Any) -> None:
@@ -48,13 +48,31 @@ def copy_out(targets: Sequence[Any], sources: Sequence[Any], table: Any) -> None
     """
     rows = _rows(table)
     moves = _moves(rows, targets, sources)
-    _sum(rows, ((into[step] for step in _copied(into, data)) for into, data in moves))
+    _sum(rows, ((into[step] for step in copied(into, data)) for into, data in moves))
 
 
 def sums(sources: Sequence[Any], table: Any) -> None:
     """Writes the xxh3_64 of each block to its `sum`. Ignores targets. Errors: see `copy`."""
     rows = _rows(table)
     _sum(rows, ((data,) for data in _parts(rows, "source", [_flat(each) for each in sources])))
+
+
+def checksum(payload: Any, seed: int) -> int:
+    """Returns the xxh3_64 of a C-contiguous buffer."""
+    return xxh3_64_intdigest(payload, seed)
+
+
+def copied(into: Bytes, data: Bytes) -> Iterator[slice]:
+    """Copies bytes of one size in steps, and yields each, to be hashed while it is in the cache."""
+    size = _STEP_BYTES
+    if into.size > size and (into.ctypes.data - data.ctypes.data) % _LINE_BYTES:
+        # If source and target differ in cache line offset, as numpy arrays and slots do, ordinary stores
+        # delay later loads and halve the speed. From this size on, memcpy uses non-temporal stores.
+        size = _SKEWED_STEP_BYTES
+    for start in range(0, into.size, size):
+        step = slice(start, start + size)
+        np.copyto(into[step], data[step])
+        yield step
 
 
 def _rows(table: Any) -> NDArray[Any]:
@@ -104,19 +122,6 @@ def _moves(
         if a < b + data.size and b < a + into.size:
             raise ValueError(f"piece {i}: source and target overlap")
     return zip(intos, parts, strict=True)
-
-
-def _copied(into: Bytes, data: Bytes) -> Iterator[slice]:
-    """Copies in steps. Yields each of them."""
-    size = _STEP_BYTES
-    if into.size > size and (into.ctypes.data - data.ctypes.data) % _LINE_BYTES:
-        # If source and target differ in cache line offset, as numpy arrays and slots do, ordinary stores
-        # delay later loads and halve the speed. From this size on, memcpy uses non-temporal stores.
-        size = _SKEWED_STEP_BYTES
-    for start in range(0, into.size, size):
-        step = slice(start, start + size)
-        np.copyto(into[step], data[step])
-        yield step
 
 
 def _sum(rows: NDArray[Any], pieces: Iterable[Iterable[Bytes]]) -> None:

@@ -47,8 +47,8 @@ def native(request: pytest.FixtureRequest) -> Iterator[Any]:
         _native.choose(request.param)
     except ValueError as error:
         pytest.skip(str(error))
-    sums, copy_and_sum = _native.sums, _native.copy_and_sum
-    yield SimpleNamespace(copy=_native.copy, copy_in=copy_and_sum, copy_out=copy_and_sum, sums=sums)
+    copies = {"copy_in": _native.copy_and_sum, "copy_out": _native.copy_and_sum}
+    yield SimpleNamespace(copy=_native.copy, sums=_native.sums, checksum=_native.checksum, **copies)
     _native.choose(0)
 
 
@@ -62,7 +62,7 @@ def test_sums_are_those_of_xxhash(native: Any, length: int) -> None:
     for seed in (0, 1, 0x13D7ED404712886A, (1 << 64) - 1):
         table = whole([length], seed)
         native.sums([data], table)
-        assert int(table["sum"][0]) == xxh3_64_intdigest(data, seed)
+        assert int(table["sum"][0]) == native.checksum(data, seed) == xxh3_64_intdigest(data, seed)
 
 
 @pytest.mark.parametrize("call", COPIES)
