@@ -194,10 +194,7 @@ static void run(enum action action, piece *table, Py_ssize_t n, const buffers *t
         for (piece *p = table; p < table + n; p++) {
             uint8_t *target = bytes_at(targets, p->target, p->target_offset);
             const uint8_t *source = bytes_at(sources, p->source, p->source_offset);
-            if (p->length < STREAM_FROM)
-                memcpy(target, source, p->length);
-            else
-                rows->stream_bytes(target, source, p->length);
+            (p->length < STREAM_FROM ? rows->copy_bytes : rows->stream_bytes)(target, source, p->length);
         }
     else
         for (Py_ssize_t i = 0; i < n;)

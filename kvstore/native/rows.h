@@ -10,15 +10,15 @@ typedef void sum_rows(xxh3_state *state, const uint8_t *source, size_t rows);
 /* The same, and copies them. Each byte of the source is read once: what is hashed is what is copied. */
 typedef void copy_rows(xxh3_state *state, uint8_t *target, const uint8_t *source, size_t rows);
 
-/* Copies bytes with non-temporal stores. */
-typedef void stream_bytes(uint8_t *target, const uint8_t *source, size_t nbytes);
+/* Only copies. */
+typedef void copy_bytes(uint8_t *target, const uint8_t *source, size_t nbytes);
 
 typedef struct {
     const char *name;
     sum_rows *sum;
     copy_rows *copy;        /* ordinary stores: the target stays in the cache */
     copy_rows *stream;      /* non-temporal stores, to a multiple of 16: the target is not read into the cache */
-    stream_bytes *stream_bytes;
+    copy_bytes *copy_bytes, *stream_bytes;
     void (*fence)(void);    /* makes non-temporal stores visible before later stores */
 } row_functions;
 

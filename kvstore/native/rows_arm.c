@@ -45,7 +45,7 @@ static int always(void)
     return 1;
 }
 
-static const row_functions WITH_NEON = {"NEON", sum_neon, copy_neon, stream_neon, stream_bytes_neon, fence};
+static const row_functions WITH_NEON = {"NEON", sum_neon, copy_neon, stream_neon, copy_bytes_neon, stream_bytes_neon, fence};
 
 const instruction_set arm_sets[] = {{&WITH_NEON, always}, {NULL, NULL}};
 #else

@@ -53,20 +53,32 @@ ATTRIBUTE static void SET(stream)(xxh3_state *state, uint8_t *target, const uint
     SET(rows)(state, target, source, rows, STREAMED);
 }
 
-#define STEP 64
-
-ATTRIBUTE static void SET(stream_bytes)(uint8_t *target, const uint8_t *source, size_t nbytes)
+ATTRIBUTE INLINE void SET(bytes)(uint8_t *target, const uint8_t *source, size_t nbytes, enum way way)
 {
     size_t head = -(uintptr_t)target % 16, at = head < nbytes ? head : nbytes;
     memcpy(target, source, at);
-    for (; nbytes - at >= STEP; at += STEP)
+    for (; nbytes - at >= XXH3_STRIPE; at += XXH3_STRIPE)
 #pragma GCC unroll 4
-        for (size_t j = 0; j < VECTORS; j++)
-            STREAM(target + at + j * sizeof(VECTOR), LOAD(source + at + j * sizeof(VECTOR)));
+        for (size_t j = 0; j < VECTORS; j++) {
+            VECTOR value = LOAD(source + at + j * sizeof(VECTOR));
+            if (way == STREAMED)
+                STREAM(target + at + j * sizeof(VECTOR), value);
+            else
+                STORE(target + at + j * sizeof(VECTOR), value);
+        }
     memcpy(target + at, source + at, nbytes - at);
 }
 
-#undef STEP
+ATTRIBUTE static void SET(copy_bytes)(uint8_t *target, const uint8_t *source, size_t nbytes)
+{
+    SET(bytes)(target, source, nbytes, STORED);
+}
+
+ATTRIBUTE static void SET(stream_bytes)(uint8_t *target, const uint8_t *source, size_t nbytes)
+{
+    SET(bytes)(target, source, nbytes, STREAMED);
+}
+
 #undef VECTORS
 #undef ATTRIBUTE
 #undef SET

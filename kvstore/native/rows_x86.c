@@ -130,9 +130,9 @@ static int has_sse2(void)
 }
 
 static const row_functions WITH_AVX512 = {
-    "AVX-512", sum_avx512, copy_avx512, stream_avx512, stream_bytes_avx512, fence};
-static const row_functions WITH_AVX2 = {"AVX2", sum_avx2, copy_avx2, stream_avx2, stream_bytes_avx2, fence};
-static const row_functions WITH_SSE2 = {"SSE2", sum_sse2, copy_sse2, stream_sse2, stream_bytes_sse2, fence};
+    "AVX-512", sum_avx512, copy_avx512, stream_avx512, copy_bytes_avx512, stream_bytes_avx512, fence};
+static const row_functions WITH_AVX2 = {"AVX2", sum_avx2, copy_avx2, stream_avx2, copy_bytes_avx2, stream_bytes_avx2, fence};
+static const row_functions WITH_SSE2 = {"SSE2", sum_sse2, copy_sse2, stream_sse2, copy_bytes_sse2, stream_bytes_sse2, fence};
 
 const instruction_set x86_sets[] = {
     {&WITH_AVX512, has_avx512}, {&WITH_AVX2, has_avx2}, {&WITH_SSE2, has_sse2}, {NULL, NULL}};
