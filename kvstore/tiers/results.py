@@ -55,7 +55,8 @@ def verify_all(
         native.copy_out(targets, [sources[i] for i in which], table)
     sums: npt.NDArray[np.uint64] = table["sum"]
     expected: npt.NDArray[np.uint64] = identity.checksum[list(which)]
-    return sums == expected
+    good: npt.NDArray[np.bool_] = sums == expected
+    return good
 
 
 def begin_for_sure(n: int, begin: Callable[[Done], None], done: Done) -> None:
