@@ -18,8 +18,6 @@ enum action { COPY, COPY_AND_SUM, SUM };
 
 #define HELD (2 * XXH3_ROW)
 #define STREAM_FROM (256 << 10)
-#define STREAM_ALIGN 16
-#define STAGE_ROWS 4
 
 static const row_functions *rows; /* those that this machine runs fastest, or those that a test has chosen */
 
@@ -109,24 +107,6 @@ typedef struct {
     uint8_t end[HELD];
 } progress;
 
-/* Copies and hashes whole rows to a target of any alignment, with non-temporal stores. */
-static void stream_rows(xxh3_state *hash, uint8_t *target, const uint8_t *source, size_t n)
-{
-    if ((uintptr_t)target % STREAM_ALIGN == 0) {
-        rows->stream(hash, target, source, n);
-        return;
-    }
-    uint8_t stage[STAGE_ROWS * XXH3_ROW] __attribute__((aligned(64)));
-    while (n) {
-        size_t some = n < STAGE_ROWS ? n : STAGE_ROWS, nbytes = some * XXH3_ROW;
-        rows->copy(hash, stage, source, some);
-        rows->stream_bytes(target, stage, nbytes);
-        source += nbytes;
-        target += nbytes;
-        n -= some;
-    }
-}
-
 static void add_piece(progress *block, uint8_t *target, const uint8_t *source, uint64_t length)
 {
     int stream = length >= STREAM_FROM;
@@ -137,7 +117,7 @@ static void add_piece(progress *block, uint8_t *target, const uint8_t *source, u
             if (target == NULL)
                 rows->sum(&block->hash, source, whole);
             else
-                (stream ? stream_rows : rows->copy)(&block->hash, target, source, whole);
+                (stream ? rows->stream : rows->copy)(&block->hash, target, source, whole);
             block->left -= taken;
         } else {
             uint64_t room = (block->left ? XXH3_ROW : HELD) - block->held;

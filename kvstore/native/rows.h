@@ -17,7 +17,7 @@ typedef struct {
     const char *name;
     sum_rows *sum;
     copy_rows *copy;        /* ordinary stores: the target stays in the cache */
-    copy_rows *stream;      /* non-temporal stores, to a multiple of 16: the target is not read into the cache */
+    copy_rows *stream;      /* non-temporal stores: the target is not read into the cache */
     copy_bytes *copy_bytes, *stream_bytes;
     void (*fence)(void);    /* makes non-temporal stores visible before later stores */
 } row_functions;

@@ -6,6 +6,8 @@ import os
 import random
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -152,6 +154,33 @@ def test_a_changed_byte_changes_the_sum_of_its_block_alone(native: Any) -> None:
         assert (table["sum"] == good["sum"]).tolist() == [True, True, False, True]
         assert targets == sources
         sources[2][place] ^= 1
+
+
+@pytest.mark.parametrize("length", [70_000, (1 << 20) + 1024 * 5 + 37])
+def test_the_sum_of_a_reader_is_that_of_its_copy_while_others_write(native: Any, length: int) -> None:
+    """A slot may be lapped by its next writer: the bytes that were delivered must be those of the sum."""
+    versions = [np.frombuffer(noise(length, i), np.uint8) for i in range(2)]
+    slot, target, torn = versions[0].copy(), np.zeros(length, np.uint8), 0
+    ended = threading.Event()
+
+    def write() -> None:
+        while not ended.is_set():
+            for version in versions:
+                np.copyto(slot, version)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        until = time.monotonic() + 20
+        while torn < 20 and time.monotonic() < until:
+            table = whole([length], 3)
+            native.copy_out([target], [slot], table)
+            assert int(table["sum"][0]) == xxh3_64_intdigest(target, 3)
+            torn += not any(np.array_equal(target, version) for version in versions)
+    finally:
+        ended.set()
+        writer.join()
+    assert torn
 
 
 BAD = {
