@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -285,11 +285,23 @@ class Served:
         )
         return Request.from_engine_core_request(asked, self.core.request_block_hasher)
 
+    def shorten(self, prompt: list[int], tokens: int) -> None:
+        """Leaves this number of leading tokens of a prompt in the engine's own prefix cache."""
+        manager = self.core.scheduler.kv_cache_manager
+        blocks, _ = manager.get_computed_blocks(self._request(prompt))[:2]
+        [block_ids] = blocks.get_block_ids()
+        manager.evict_blocks(set(block_ids[tokens // self.core.vllm_config.cache_config.block_size :]))
+
     def counts(self) -> dict[str, int]:
         """Blocks by what became of them, and what else the connector counts, since the engine was made."""
         for half in self.halves:
             half.counts()
         return {"saved": 0, **self._counted}
+
+    def times(self, metric: str) -> list[float]:
+        """What a histogram of the connector has observed since the engine was made, in seconds."""
+        self.counts()
+        return self._times[metric]
 
     def connected(self) -> bool:
         """Whether both halves, or the tier, reach the daemon again, after backing off from one away."""
@@ -340,6 +352,7 @@ class Served:
     def _keep_counts(self) -> None:
         """vLLM's own log of them says less than a test wants to know."""
         self._counted = Counter[str]()
+        self._times = defaultdict[str, list[float]](list)
         for half in self.halves:
             half.counts = self._counting(half.counts)
 
@@ -347,6 +360,9 @@ class Served:
         def counts() -> dict[str, Any]:
             latest = take()
             self._counted.update(Figures(latest).reduce())
+            for name, seconds in latest.items():
+                if isinstance(seconds, list):
+                    self._times[name] += seconds
             return latest
 
         return counts
