@@ -22,7 +22,7 @@ from kvstore.tiers.base import IOEngine, Memory
 from kvstore.tiers.nvme.journal import Journal
 from kvstore.tiers.nvme.records import RecordBatch
 from kvstore.tiers.nvme.slabs import Slabs
-from kvstore.tiers.nvme.slots import SlotMap
+from kvstore.tiers.nvme.slots import SlotMap, submit_blocks
 from kvstore.tiers.results import Done
 
 _log = logging.getLogger(__name__)
@@ -71,16 +71,16 @@ class BlockWriter:
         def start(error: Exception | None) -> None:
             try:
                 if error is None:
-                    self._engine.submit(ios, written)
+                    submit_blocks(self._engine, ios, written)
                 else:
-                    written([OSError(str(error))] * len(ios))
+                    written([OSError(str(error))] * len(slots))
             except Exception as failure:
                 if not isinstance(failure, TierError):  # a TierError means: closed meanwhile
                     _log.error("a write to NVMe could not be started", exc_info=failure)
                 with self._lock:
                     for place in copy.target_where.place.tolist():
                         self._writing.pop(place, None)
-                done(np.full(len(ios), FAILED, np.uint8))
+                done(np.full(len(slots), FAILED, np.uint8))
 
         if undurable:
             # Old records may still name these slots, and must never name other bytes.
