@@ -98,7 +98,7 @@ class _Puts:
         return longest
 
     def measure(self, seconds: float, pid: int) -> tuple[float, float, float]:
-        """Puts for some seconds. Returns blocks/s, the longest call in ms, and the daemon's CPU us a block."""
+        """Puts for some seconds. Returns blocks/s, the longest call in ms, and daemon CPU us a block."""
         before, cpu_s, start, longest = self.stored, _cpu_s(pid), time.perf_counter(), 0.0
         while (passed := time.perf_counter() - start) < seconds or self.stored == before:
             longest = max(longest, self.put_chain())
