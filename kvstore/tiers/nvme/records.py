@@ -211,7 +211,8 @@ def mapped(
     known = {n: value for n, value in values.items() if n < _MOST_NUMBERS}
     table = np.full(max(known, default=0) + 2, absent, np.int64)
     table[list(known)] = list(known.values())
-    return table[np.minimum(column, len(table) - 1)]
+    found: NDArray[np.int64] = table[np.minimum(column, len(table) - 1)]
+    return found
 
 
 assert [field.name for field in fields(Blocks)] == list(_DTYPES)
