@@ -121,9 +121,16 @@ BENCHES = {
         _GPU,
     ),
     "vllm-miss": Entry(
-        "vllm_miss:run", _named("vllm-miss", "gqa/2-threads", "gqa/1-thread", "mha/2-threads"), needs=_VLLM
+        "vllm_miss:run",
+        _named("vllm-miss", "gqa/2-threads", "gqa/1-thread", "mha/2-threads")
+        + _named("vllm-miss", "windows/2-threads", "latent/2-threads", "recurrent/2-threads"),
+        needs=_VLLM,
     ),
-    "vllm-ttft": Entry("vllm_ttft:run", _named("vllm-ttft", "256", "512", "1024", "2048"), needs=_VLLM),
+    "vllm-ttft": Entry(
+        "vllm_ttft:run",
+        _named("vllm-ttft", "256", "512", "1024", "2048", "1024/half", "2048/half"),
+        needs=_VLLM,
+    ),
     "vllm-roles": Entry("vllm_roles:run", _named("vllm-roles", "256", "512", "1024", "2048"), needs=_VLLM),
 }
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import count
 
-from bench.engines import roles
+from bench.engines import llama, roles
 from bench.harness import GIB, Bench, Result
 from tests.engines.vllm.engine import Engine, full_blocks, prompt
 
@@ -21,7 +21,7 @@ CASES = ("256", "512", "1024", "2048")
 
 def run(bench: Bench) -> Iterator[Result]:
     """Yields one row per prompt length."""
-    with roles(bench, hidden=1024, layers=12, kv_heads=16, dram_bytes=4 * GIB) as (prefill, decode):
+    with roles(bench, llama(hidden=1024, layers=12, kv_heads=16), 4 * GIB) as (prefill, decode):
         seeds = count(1)
         for case in CASES:
             tokens = int(case)

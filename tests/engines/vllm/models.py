@@ -62,11 +62,11 @@ def make_eagle(folder: Path, target: Path) -> Path:
     return folder
 
 
-def make_adapter(folder: Path, seed: int) -> Path:
-    """A random LoRA of rank 8 on the attention's inputs."""
+def make_adapter(folder: Path, seed: int, projections: str = "qv") -> Path:
+    """A random LoRA of rank 8 on inputs of the attention, of 128 values each."""
     folder.mkdir(exist_ok=True)
     torch.manual_seed(seed)
-    names = [f"base_model.model.model.layers.{i}.self_attn.{p}_proj" for i in range(4) for p in "qv"]
+    names = [f"base_model.model.model.layers.{i}.self_attn.{p}_proj" for i in range(4) for p in projections]
     tensors = {}
     for name in names:
         tensors[f"{name}.lora_A.weight"] = torch.randn(8, 128)
@@ -76,7 +76,7 @@ def make_adapter(folder: Path, seed: int) -> Path:
         "peft_type": "LORA",
         "r": 8,
         "lora_alpha": 16,
-        "target_modules": ["q_proj", "v_proj"],
+        "target_modules": [f"{each}_proj" for each in projections],
         "bias": "none",
     }
     (folder / "adapter_config.json").write_text(json.dumps(config))

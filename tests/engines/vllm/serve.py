@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -291,6 +291,11 @@ class Served:
             half.counts()
         return {"saved": 0, **self._counted}
 
+    def times(self, metric: str) -> list[float]:
+        """What a histogram of the connector has observed since the engine was made, in seconds."""
+        self.counts()
+        return self._times[metric]
+
     def connected(self) -> bool:
         """Whether both halves, or the tier, reach the daemon again, after backing off from one away."""
         try:
@@ -340,6 +345,7 @@ class Served:
     def _keep_counts(self) -> None:
         """vLLM's own log of them says less than a test wants to know."""
         self._counted = Counter[str]()
+        self._times = defaultdict[str, list[float]](list)
         for half in self.halves:
             half.counts = self._counting(half.counts)
 
@@ -347,6 +353,9 @@ class Served:
         def counts() -> dict[str, Any]:
             latest = take()
             self._counted.update(Figures(latest).reduce())
+            for name, seconds in latest.items():
+                if isinstance(seconds, list):
+                    self._times[name] += seconds
             return latest
 
         return counts

@@ -16,6 +16,7 @@ from vllm import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from kvstore_vllm.identity import configured, kv_layout
+from tests.engines.vllm.shapes import SHAPES
 
 PLAIN: dict[str, Any] = {"dtype": "float32", "max_model_len": 1024, "block_size": 32}
 ROPE = {"rope_type": "default", "rope_theta": 5000.0}
@@ -55,6 +56,12 @@ def named(model: Path, **options: Any) -> str:
 def test_an_option_that_may_change_kv_changes_the_namespace(model: Path, options: dict[str, Any]) -> None:
     dtype = {"dtype": options["dtype"]} if len(options) > 1 and "dtype" in options else {}
     assert named(model, **options) != named(model, **dtype)
+
+
+def test_expert_parallelism_changes_the_namespace(tmp_path: Path) -> None:
+    model = SHAPES["experts"].save(tmp_path)
+    shards = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    assert named(model, **shards, enable_expert_parallel=True) != named(model, **shards)
 
 
 @pytest.mark.parametrize(
