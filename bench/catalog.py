@@ -122,14 +122,21 @@ BENCHES = {
     ),
     "vllm-miss": Entry(
         "vllm_miss:run",
-        _named("vllm-miss", "gqa/2-threads", "gqa/1-thread", "mha/2-threads")
-        + _named("vllm-miss", "windows/2-threads", "latent/2-threads", "recurrent/2-threads"),
+        _named("vllm-miss", "gqa", "mha", "windows", "latent", "recurrent"),
         needs=_VLLM,
     ),
     "vllm-ttft": Entry(
         "vllm_ttft:run",
         _named("vllm-ttft", "256", "512", "1024", "2048", "1024/half", "2048/half"),
         needs=_VLLM,
+    ),
+    "vllm-worth-device": Entry(
+        "vllm_worth:device",
+        _named("vllm-worth-device", "slow/512", "slow/1024", "slow/2048", "fast/2048"),
+        needs=_VLLM,
+    ),
+    "vllm-worth-network": Entry(
+        "vllm_worth:network", _named("vllm-worth-network", "slow/512", "slow/1024", "slow/2048"), needs=_VLLM
     ),
     "vllm-roles": Entry("vllm_roles:run", _named("vllm-roles", "256", "512", "1024", "2048"), needs=_VLLM),
 }

@@ -16,15 +16,14 @@ from tests.engines.vllm.engine import Engine, prompt
 
 PROMPTS = 4
 
-CASES: dict[str, tuple[dict[str, Any], int, int]] = {
-    "gqa/2-threads": (llama(hidden=1024, layers=8, kv_heads=4), 2, 500),
-    "gqa/1-thread": (llama(hidden=1024, layers=8, kv_heads=4), 1, 500),
-    "mha/2-threads": (llama(hidden=512, layers=8, kv_heads=8), 2, 500),
-    "windows/2-threads": (windows(hidden=1024, layers=12, kv_heads=4), 2, 500),
-    "latent/2-threads": (latent(hidden=512, layers=4), 2, 500),
-    "recurrent/2-threads": (recurrent(hidden=1024, layers=8, kv_heads=4), 2, 1200),
+CASES: dict[str, tuple[dict[str, Any], int]] = {
+    "gqa": (llama(hidden=1024, layers=8, kv_heads=4), 500),
+    "mha": (llama(hidden=512, layers=8, kv_heads=8), 500),
+    "windows": (windows(hidden=1024, layers=12, kv_heads=4), 500),
+    "latent": (latent(hidden=512, layers=2), 500),
+    "recurrent": (recurrent(hidden=1024, layers=8, kv_heads=4), 1200),
 }
-"""Models, threads of the engine and tokens of a prompt. `gqa` has four queries per KV head, as Llama 3,
+"""Models, and tokens of a prompt. `gqa` has four queries per KV head, as Llama 3,
 16 KiB of KV and 220 MFLOP a token: 9 times the KV per FLOP of Llama-3-8B in bf16. `mha` has 32 KiB and
 61 MFLOP: 66 times."""
 
@@ -34,8 +33,8 @@ _UNCACHED = "no prompt of this bench is seen twice"
 
 def run(bench: Bench) -> Iterator[Result]:
     """Yields one row per case."""
-    for name, (model, threads, tokens) in CASES.items():
-        with engine(bench, model, GIB, threads, without_prefix_caching=_UNCACHED) as made:
+    for name, (model, tokens) in CASES.items():
+        with engine(bench, model, GIB, without_prefix_caching=_UNCACHED) as made:
             samples = (partial(_sample, made, tokens, True), partial(_sample, made, tokens, False))
             rounds = bench.interleave(f"vllm-miss/{name}", samples, 1 / len(CASES))
             made("plug", connected=True)
