@@ -28,6 +28,7 @@ class EvictionAhead(Job):
         self._r = residency
         self._make_room = make_room
         self._wanted: dict[tuple[int, SlotPool], tuple[int, float]] = {}
+        self._asked_at = 0.0
 
     def ask(self, tier: int, pool: SlotPool, n: int, below: float = math.inf) -> None:
         """Has n slots made free in the next step, beside the n that a request takes now.
@@ -37,12 +38,17 @@ class EvictionAhead(Job):
         slots = self._r.tiers[tier].slots
         if n > _LEAST and slots.free(pool) < 2 * n <= 2 * slots.classes[pool].total // _SHARE:
             self._wanted[tier, pool] = n, below
-            self._next_step = self._r.now
+            self._asked_at = self._r.now
 
-    def _step(self, now: float) -> None:
-        (tier, pool), (n, below) = next(iter(self._wanted.items()))
-        del self._wanted[tier, pool]
-        self._next_step = now if self._wanted else math.inf
+    def step(self, now: float) -> None:
+        """Makes room in one pool."""
+        if not self._wanted:
+            return
+        tier, pool = next(iter(self._wanted))
+        n, below = self._wanted.pop((tier, pool))
         state = self._r.tiers[tier]
         if pool in state.slots.classes and not (state.leaving or state.lost):
             self._make_room(tier, pool, n, True, below)
+
+    def wakes_at(self) -> float:
+        return self._asked_at if self._wanted else math.inf
