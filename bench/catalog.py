@@ -51,9 +51,10 @@ BENCHES = {
     "memcpy-get": Entry(
         "memcpy_get:run",
         _named("memcpy-get/1-client", "unverified", "verified", "verification")
-        + _named("memcpy-get/2-clients", "unverified", "verified", "verification"),
+        + _named("memcpy-get/2-clients", "unverified", "verified", "verification")
+        + _named("memcpy-get/64-KiB", "unverified", "verified"),
     ),
-    "memcpy-put": Entry("memcpy_put:run", ("memcpy-put",)),
+    "memcpy-put": Entry("memcpy_put:run", ("memcpy-put", "memcpy-put/64-KiB")),
     "zero-copy": Entry(
         "zero_copy:run", _named("zero-copy", "acquire", "acquire-and-views", "acquire-release-loop")
     ),

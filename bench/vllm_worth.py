@@ -22,7 +22,9 @@ from kvstore.lab.local_daemon import LocalDaemon
 from tests.crash.shimmed import ShimmedDaemon
 from tests.engines.vllm.engine import Engine, full_blocks, prompt
 
-_LENGTHS = (512, 1024, 2048)
+CASES = {"slow/512": 512, "slow/1024": 1024, "slow/2048": 2048, "fast/2048": 2048}
+"""Lengths of prompts in tokens. `fast` is measured with the device alone."""
+_LENGTHS = sorted(set(CASES.values()))
 _SLOW_SHARE, _FAST_SHARE = 0.7, 0.3
 """The parts of the measuring time of the slow place and of the fast one."""
 _PROMPTS = 4

@@ -19,7 +19,6 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvstore import arena
 from kvstore.arena import HEADER, MAGIC, Extent
 from kvstore.core.actions import BlockIds, Copy, Probe, Where
 from kvstore.core.events import CORRUPT, OK
@@ -27,7 +26,7 @@ from kvstore.errors import TierError
 from kvstore.tiers.base import DEFAULT_OWNER, Ended, Owner, Ready
 from kvstore.tiers.job_thread import ExtentJobs
 from kvstore.tiers.ownership import OwnershipTable
-from kvstore.tiers.results import Done, Results, finish_for_sure, verify
+from kvstore.tiers.results import Done, Results, finish_for_sure, verify_all
 from kvstore.tiers.slot_headers import SlotHeaders
 from kvstore.tiers.slot_views import SlotViews
 from kvstore.types import ALIGN, LABEL_BYTES, Geometry
@@ -319,15 +318,12 @@ class DramTier:
         sources: Sequence[memoryview] | None = None,
     ) -> None:
         """Verifies slots on a thread, after a copy from `sources` into them."""
-        # Looked up now, because the namespace may be gone when the thread runs.
-        names = [(fingerprints[n], lengths[n]) for n in identity.namespace.tolist()]
+        # Copied now, because the namespace may be gone when the thread runs.
+        numbers = set(identity.namespace.tolist())
+        names, sizes = {n: fingerprints[n] for n in numbers}, {n: lengths[n] for n in numbers}
 
         def find(_: None) -> Results:
-            good = []
-            for i, slot in enumerate(slots):
-                if sources is not None:
-                    arena.copy(slot, sources[i])
-                good.append(verify(identity, i, slot, *names[i]))
+            good = verify_all(identity, range(len(slots)), slots, names, sizes, sources)
             return np.where(good, OK, CORRUPT).astype(np.uint8)
 
         self._checkers.submit(finish_for_sure(len(slots), find, done), None)

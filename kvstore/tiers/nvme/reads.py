@@ -18,7 +18,7 @@ from kvstore.cuda.device import CudaError, DeviceBuffer
 from kvstore.tiers.base import BlockIO, IOEngine, Memory
 from kvstore.tiers.nvme.io.transforms import TagError
 from kvstore.tiers.nvme.slots import SlotMap, in_gpu, submit_blocks
-from kvstore.tiers.results import Done, Results, finish_for_sure, verify
+from kvstore.tiers.results import Done, Results, finish_for_sure, verify_all
 
 _log = logging.getLogger(__name__)
 
@@ -72,12 +72,11 @@ class BlockReader:
 
         def find(errors: list[OSError | None]) -> Results:
             results = np.full(len(errors), FAILED, np.uint8)
-            unverified = []
+            unverified: list[int] = []
+            unverified_here: list[int] = []
             for i, error in enumerate(errors):
                 if error is None and not to_gpu:
-                    number = int(identity.namespace[i])
-                    good = verify(identity, i, slots[i], fingerprints[number], lengths[number])
-                    results[i] = OK if good else CORRUPT
+                    unverified_here.append(i)
                 elif error is None and type(ios[i]) is BlockIO:
                     unverified.append(i)
                 elif error is None:
@@ -86,6 +85,9 @@ class BlockReader:
                     results[i] = CORRUPT
                 else:
                     _log.error("read of extent %d failed: %s", where.extent[i], error)
+            if unverified_here:
+                good = verify_all(identity, unverified_here, slots, fingerprints, lengths)
+                results[unverified_here] = np.where(good, OK, CORRUPT)
             if unverified:
                 try:
                     good_there = _verify_on_gpu(identity, unverified, slots, fingerprints, lengths)
