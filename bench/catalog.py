@@ -67,6 +67,14 @@ BENCHES = {
     "core-ram": Entry("core_ram:run", _named("core-ram", "restored", "put")),
     "core-step": Entry("core_step:run", _named("core-step", "filling-by-256", "1", "32", "256", "2048")),
     "refill": Entry("refill:run", _named("refill", "core", "step", "ping")),
+    "scale": Entry(
+        "scale:run",
+        tuple(
+            f"scale/{row}{end}"
+            for row in ("4KiB/0.1M", "4KiB/0.5M", "64KiB/0.05M")
+            for end in ("", "/lookup-p99")
+        ),
+    ),
     "evict": Entry("evict:run", _named("evict", "lru", "arc", "s3fifo", "lfuda", "gdsf", "sieve", "hazard")),
     "tenants": Entry("tenants:run", _named("tenants", "fair", "admission")),
     "start": Entry("start:run", ("start/1M-records",)),

@@ -90,7 +90,9 @@ class Placement:
         self._jobs: tuple[Job, ...] = (
             self._retries,
             results,
+            self.transfers,
             self.eviction,
+            self.eviction.ahead,
             self._publication,
             self._deletion,
             self.policy_migration,
@@ -152,7 +154,7 @@ class Placement:
         tenant = self._retries.tenant_of(event) if frees else None
         self._handlers[type(event)](event, now)
         if frees:
-            self.transfers.pump()
+            self.transfers.pump_soon()
             self._publication.answer_settled()
             self._retries.retry_stalled(now, tenant)
         self.copies.start()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,7 @@ from kvstore.tiers.job_thread import ExtentJobs
 from kvstore.tiers.ownership import OwnershipTable
 from kvstore.tiers.results import Done, Results, finish_for_sure, verify_all
 from kvstore.tiers.slot_headers import SlotHeaders
+from kvstore.tiers.slot_views import SlotViews
 from kvstore.types import ALIGN, LABEL_BYTES, Geometry
 
 _log = logging.getLogger(__name__)
@@ -282,14 +283,15 @@ class DramTier:
 
     # -- blocks
 
-    def slots(self, where: Where) -> list[memoryview]:
+    def slots(self, where: Where) -> SlotViews:
         """Returns writable views of whole slots."""
-        out = []
-        for number, index in zip(where.extent.tolist(), where.index.tolist(), strict=True):
-            size = self._cuts[number].slot_bytes
-            start = self._offsets[number] + index * size
-            out.append(self._extents[number].view[start : start + size])
-        return out
+        return SlotViews(where, self._view)
+
+    def _view(self, place: int, count: int) -> memoryview:
+        number, index = place >> 32, place & 0xFFFFFFFF
+        size = self._cuts[number].slot_bytes
+        start = self._offsets[number] + index * size
+        return self._extents[number].view[start : start + count * size]
 
     def drop(self, identity: BlockIds, where: Where) -> None:
         """See `StorageTier.drop`."""
@@ -309,11 +311,11 @@ class DramTier:
     def _verify(
         self,
         identity: BlockIds,
-        slots: list[memoryview],
+        slots: Sequence[memoryview],
         fingerprints: dict[int, bytes],
         lengths: dict[int, int],
         done: Done,
-        sources: list[memoryview] | None = None,
+        sources: Sequence[memoryview] | None = None,
     ) -> None:
         """Verifies slots on a thread, after a copy from `sources` into them."""
         # Copied now, because the namespace may be gone when the thread runs.

@@ -20,6 +20,7 @@ from kvstore.core.queues.device_queue import WRITE_BACK
 from kvstore.core.residency.decision_log import DecisionKind
 from kvstore.core.residency.residency import DEMOTE, Residency
 from kvstore.core.transfers.copy_queue import CopyQueue, write_chunk
+from kvstore.core.transfers.eviction_ahead import EvictionAhead
 from kvstore.core.transfers.rebalancing import Emptying, Rebalancing
 
 _SCAN_MIN = 64
@@ -46,6 +47,7 @@ class Eviction(Job):
         self._r = residency
         self._copies = copies
         self.rebalancing = rebalancing
+        self.ahead = EvictionAhead(residency, self.make_room)
         self._last_step: list[int] = []
         self.shrinking: set[tuple[int, int]] = set()
         self.trying_again = False
@@ -188,14 +190,17 @@ class Eviction(Job):
 
     def _leaf_first(self, rows: Rows) -> npt.NDArray[np.bool_]:
         """Returns which rows (coldest first) can be dropped in this order without leaving children."""
-        children = self._r.blocks.children[rows].tolist()
-        parents = self._r.blocks.parent[rows].tolist()
+        children, parents = self._r.blocks.children[rows], self._r.blocks.parent[rows]
+        if (children[:1] == 0).all() and (children[1:] == (parents[:-1] == rows[1:])).all():
+            # Ends of chains, each behind the parts of its chain that go before it.
+            return np.ones(len(rows), np.bool_)
+        counts, above = children.tolist(), parents.tolist()
         dropped: dict[int, int] = {}
         leaf = np.zeros(len(rows), np.bool_)
         for i, row in enumerate(rows.tolist()):
-            if children[i] == dropped.get(row, 0):
+            if counts[i] == dropped.get(row, 0):
                 leaf[i] = True
-                dropped[parents[i]] = dropped.get(parents[i], 0) + 1
+                dropped[above[i]] = dropped.get(above[i], 0) + 1
         return leaf
 
     # -- copies to lower tiers
@@ -230,6 +235,7 @@ class Eviction(Job):
                 continue
             idle = idle[: self.make_room(target, pool, len(idle), patient=True)]
             if len(idle):
+                self.ahead.ask(target, pool, len(idle))
                 todo = some[idle]
                 slots = self._r.tiers[target].slots.take(pool, len(todo))
                 self._copies.put(pool.tenant, WRITE_BACK, tier, target, namespace, todo, slots, writing=True)

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.blocks.block_table import LIVE, Rows
+from kvstore.core.jobs import Job
 from kvstore.core.queues.device_queue import DEMAND
 from kvstore.core.residency.decision_log import DecisionKind
 from kvstore.core.residency.namespace import Namespace
@@ -22,12 +23,14 @@ from kvstore.core.transfers.eviction import Eviction
 from kvstore.core.transfers.worth import blocks_worth_loading
 
 _TENANTS_AT_ONCE = 16
+_AT_ONCE = 32
 
 
-class Transfers:
+class Transfers(Job):
     """Starts the copies of one placement.
 
-    `backlog` has the rows that wait to be written to a lower tier, by tenant.
+    `backlog` has the rows that wait to be written to a lower tier, by tenant. As a job, starts the writes of
+    many blocks after the answer to their commit.
     """
 
     def __init__(self, residency: Residency, copies: CopyQueue, eviction: Eviction) -> None:
@@ -35,6 +38,7 @@ class Transfers:
         self._copies = copies
         self._eviction = eviction
         self.backlog: dict[int, deque[Rows]] = {}
+        self._fresh = 0
 
     def promote(
         self,
@@ -85,11 +89,23 @@ class Transfers:
     def queue_writes(self, rows: Rows) -> None:
         """Adds rows to the backlog of writes to a persistent tier."""
         if self._r.topology.persistent:
+            self._fresh += len(rows)
             for namespace, some in self._r.namespaces.split(rows):
                 self.backlog.setdefault(namespace.tenant, deque()).append(some)
 
+    def pump_soon(self) -> None:
+        """Starts writes from the backlog: at once, or in the next step if this event queued many blocks."""
+        if self._fresh > _AT_ONCE:
+            self._fresh, self._next_step = 0, self._r.now
+        else:
+            self.pump()
+
+    def _step(self, now: float) -> None:
+        self.pump()
+
     def pump(self) -> None:
         """Starts writes from the backlog while fewer than the bound are in flight, tenant by tenant."""
+        self._fresh, self._next_step = 0, math.inf
         for tenant in list(islice(self.backlog, _TENANTS_AT_ONCE)):
             waiting = self.backlog.pop(tenant)
             while waiting and self._copies.room_for_writes(0, tenant):

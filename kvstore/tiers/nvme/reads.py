@@ -17,7 +17,7 @@ from kvstore.cuda.checksums import checksums
 from kvstore.cuda.device import CudaError, DeviceBuffer
 from kvstore.tiers.base import BlockIO, IOEngine, Memory
 from kvstore.tiers.nvme.io.transforms import TagError
-from kvstore.tiers.nvme.slots import SlotMap, in_gpu
+from kvstore.tiers.nvme.slots import SlotMap, in_gpu, submit_blocks
 from kvstore.tiers.results import Done, Results, finish_for_sure, verify_all
 
 _log = logging.getLogger(__name__)
@@ -68,6 +68,7 @@ class BlockReader:
         """A block that passes through host memory is verified there, any other block of a GPU by the GPU."""
         to_gpu = in_gpu(slots)
         ios = self._slots.ios(identity, where, slots, False, lengths, fingerprints)
+        slots = [*slots]
 
         def find(errors: list[OSError | None]) -> Results:
             results = np.full(len(errors), FAILED, np.uint8)
@@ -95,7 +96,7 @@ class BlockReader:
                     _log.error("blocks in GPU memory cannot be verified: %s", error)
             return results
 
-        self._engine.submit(ios, finish_for_sure(len(ios), find, done), urgent)
+        submit_blocks(self._engine, ios, finish_for_sure(len(slots), find, done), urgent)
 
 
 def _verify_on_gpu(
