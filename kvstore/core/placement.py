@@ -92,7 +92,6 @@ class Placement:
             results,
             self.transfers,
             self.eviction,
-            self.eviction.ahead,
             self._publication,
             self._deletion,
             self.policy_migration,

@@ -14,7 +14,7 @@ from kvstore.client import connection as client_connection
 from kvstore.client.calls import call, namespace, reads, scope, writes
 from kvstore.client.leases import Reservation
 from kvstore.config import Config
-from kvstore.core.transfers import eviction_ahead, transfers
+from kvstore.core.transfers import transfers
 from kvstore.daemon import composition, lifecycle
 from kvstore.daemon.operator import devices, resizing
 from kvstore.daemon.runtime import tier_actions
@@ -80,11 +80,8 @@ def in_simulation(world: Any) -> Iterator[None]:
                         stack.enter_context(mock.patch.object(module, name, stand_in))
         stack.enter_context(mock.patch.object(connection, "_numbers", iter(range(1, 1 << 30))))
         stack.enter_context(mock.patch.object(journal, "GROUP_RECORDS", world.dice.choice((4, 8192))))
-        # So that small commits start their writes in a step of their own, and small pools are evicted ahead.
+        # So that small commits start their writes in a step of their own.
         stack.enter_context(mock.patch.object(transfers, "_AT_ONCE", world.dice.choice((0, 32))))
-        least, share = world.dice.choice(((0, 2), (32, 256)))
-        stack.enter_context(mock.patch.object(eviction_ahead, "_LEAST", least))
-        stack.enter_context(mock.patch.object(eviction_ahead, "_SHARE", share))
         logger.addHandler(errors)
         logger.setLevel(logging.ERROR)
         logger.propagate = False

@@ -141,8 +141,6 @@ class Writes:
         patient = event.deadline > r.now
         n = self._eviction.make_room(event.tier, namespace.pools[event.tier], len(want), patient, earn)
         r.blocks.children[guarded] -= 1
-        if n:
-            self._eviction.ahead.ask(event.tier, namespace.pools[event.tier], n, earn)
         return earn, n
 
     def _earn(self, chain: _Chain, want: Rows, now: float) -> float:

@@ -20,7 +20,6 @@ from kvstore.core.queues.device_queue import WRITE_BACK
 from kvstore.core.residency.decision_log import DecisionKind
 from kvstore.core.residency.residency import DEMOTE, Residency
 from kvstore.core.transfers.copy_queue import CopyQueue, write_chunk
-from kvstore.core.transfers.eviction_ahead import EvictionAhead
 from kvstore.core.transfers.rebalancing import Emptying, Rebalancing
 
 _SCAN_MIN = 64
@@ -47,7 +46,6 @@ class Eviction(Job):
         self._r = residency
         self._copies = copies
         self.rebalancing = rebalancing
-        self.ahead = EvictionAhead(residency, self.make_room)
         self._last_step: list[int] = []
         self.shrinking: set[tuple[int, int]] = set()
         self.trying_again = False
@@ -235,7 +233,6 @@ class Eviction(Job):
                 continue
             idle = idle[: self.make_room(target, pool, len(idle), patient=True)]
             if len(idle):
-                self.ahead.ask(target, pool, len(idle))
                 todo = some[idle]
                 slots = self._r.tiers[target].slots.take(pool, len(todo))
                 self._copies.put(pool.tenant, WRITE_BACK, tier, target, namespace, todo, slots, writing=True)

@@ -7,7 +7,7 @@ import pytest
 
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
-from kvstore.core.transfers import eviction_ahead, transfers
+from kvstore.core.transfers import transfers
 from tests.core.world import World
 
 
@@ -35,23 +35,4 @@ def test_writes_of_many_blocks_start_after_the_answer(monkeypatch: pytest.Monkey
         assert w.p.next_wakeup() != w.now
     w.finish_all()
     assert len(w.records) == 4
-    w.settle()
-
-
-def test_room_for_the_next_request_is_made_after_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eviction_ahead, "_LEAST", 0)
-    monkeypatch.setattr(eviction_ahead, "_SHARE", 4)
-    w = World(dram=2, nvme=8)
-    w.open(1)
-    slots, pool = w.p.residency.tiers[0].slots, w.p.residency.namespaces[1].pools[0]
-    counters = w.p.residency.counters
-    for name in "abcd":
-        w.put(0, 1, chain(name, 2))
-        w.pass_time(0.01)
-    assert slots.free(pool) == counters["evicted_copies"] == 2
-    for gone, name in enumerate("efg", 1):
-        assert isinstance(w.reserve(0, 1, chain(name, 2)), ac.Reserved)
-        assert (slots.free(pool), counters["evicted_copies"]) == (0, 2 * gone)
-        w.pass_time(0.01)
-        assert (slots.free(pool), counters["evicted_copies"]) == (2, 2 * gone + 2)
     w.settle()
