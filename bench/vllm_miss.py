@@ -23,9 +23,8 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "latent": (latent(hidden=512, layers=2), 500),
     "recurrent": (recurrent(hidden=1024, layers=8, kv_heads=4), 1200),
 }
-"""Models, and tokens of a prompt. `gqa` has four queries per KV head, as Llama 3,
-16 KiB of KV and 220 MFLOP a token: 9 times the KV per FLOP of Llama-3-8B in bf16. `mha` has 32 KiB and
-61 MFLOP: 66 times."""
+"""Models, and tokens of a prompt. `gqa` has four queries per KV head, as Llama 3, 16 KiB of KV and 220 MFLOP
+per token: 9 times the KV per FLOP of Llama-3-8B in bf16. `mha` has 32 KiB and 61 MFLOP: 66 times."""
 
 _UNCACHED = "no prompt of this bench is seen twice"
 """Needed where vLLM turns prefix caching off: for latent attention on CPUs."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from kvstore.lab.local_daemon import LocalDaemon
 from tests.engines.vllm.engine import Engine, cached, connector, full_blocks, prompt, said
 from tests.engines.vllm.models import make_adapter
 from tests.engines.vllm.shapes import SHAPES
-from tests.engines.vllm.test_page import cached_tokens, server
+from tests.engines.vllm.test_page import cached_tokens, complete, server
 
 ASKED = prompt(1500, 497)
 # Blocks of recurrent layers are large.
@@ -92,17 +91,7 @@ def test_replicas_of_one_server_share_blocks(process: Engine, own: LocalDaemon, 
     [(tokens, _)] = said(process.generate([ASKED]))
     flag = json.dumps(connector(own, weights_revision=tmp_path.name)["kv_transfer_config"])
     with server(folder, flag, ("--skip-tokenizer-init", "--data-parallel-size", "2")) as url:
-
-        def ask(replica: int) -> dict[str, Any]:
-            body = {
-                "model": str(folder), "prompt": ASKED, "max_tokens": 8, "temperature": 0,
-                "ignore_eos": True, "return_token_ids": True, "detokenize": False,
-            }  # fmt: skip
-            headers = {"Content-Type": "application/json", "X-data-parallel-rank": str(replica)}
-            request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                return dict(json.load(answer))
-
         for replica, found in ((0, 0), (1, full_blocks(497))):
-            answer = ask(replica)
+            to = {"X-data-parallel-rank": str(replica)}
+            answer = complete(url, folder, ASKED, headers=to, max_tokens=8)
             assert (answer["choices"][0]["token_ids"], cached_tokens(answer)) == (tokens, found)

@@ -73,15 +73,22 @@ def server(
 
 
 def complete(
-    url: str, model: Path, tokens: list[int], timeout_s: float = 60.0, **more: Any
+    url: str,
+    model: Path,
+    tokens: list[int],
+    timeout_s: float = 60.0,
+    headers: dict[str, str] | None = None,
+    **more: Any,
 ) -> dict[str, Any]:
-    """One completion."""
+    """One completion. `more`: further fields of the request."""
     body = {
         "model": str(model), "prompt": tokens, "max_tokens": 16, "temperature": 0, "ignore_eos": True,
         "return_token_ids": True, "detokenize": False, **more,
     }  # fmt: skip
     request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        f"{url}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json", **(headers or {})},
     )
     with urllib.request.urlopen(request, timeout=timeout_s) as answer:
         return dict(json.load(answer))
@@ -104,6 +111,12 @@ def shell_lines(url: str, model: Path) -> list[str]:
     return text.replace('\\"max_tokens\\": 8', '\\"max_tokens\\": 8, \\"detokenize\\": false').splitlines()
 
 
+def flag_of_the_page(url: str) -> str:
+    """The value of the page's first flag, for this daemon."""
+    [flag] = re.findall(r"--kv-transfer-config '(\{\n.*?\})'\n", PAGE, re.DOTALL)
+    return str(flag).replace("unix:///run/kvstore/kvstore.sock", url)
+
+
 def shell(line: str) -> str:
     ran = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -112,9 +125,8 @@ def shell(line: str) -> str:
 
 def test_the_lines_of_the_page_show_a_hit_after_a_restart(model: Path) -> None:
     need("curl")
-    [flag] = re.findall(r"--kv-transfer-config '(\{\n.*?\})'\n", PAGE, re.DOTALL)
     with LocalDaemon({"dram": {"limit": "64MiB", "huge_pages": False}}) as own:
-        flag = flag.replace("unix:///run/kvstore/kvstore.sock", own.url)
+        flag = flag_of_the_page(own.url)
         for found in (0, full_blocks(500)):
             with server(model, flag) as url:
                 send, count = shell_lines(url, model)
@@ -123,10 +135,9 @@ def test_the_lines_of_the_page_show_a_hit_after_a_restart(model: Path) -> None:
 
 
 def test_the_flags_serve_and_a_restarted_server_finds_its_blocks(model: Path) -> None:
-    [flag] = re.findall(r"--kv-transfer-config '(\{\n.*?\})'\n", PAGE, re.DOTALL)
     asked = prompt(700, 300)
     with LocalDaemon({"dram": {"limit": "64MiB", "huge_pages": False}}) as own:
-        flag = flag.replace("unix:///run/kvstore/kvstore.sock", own.url)
+        flag = flag_of_the_page(own.url)
         with server(model, flag) as url:
             first = complete(url, model, asked)
             assert cached_tokens(first) == 0

@@ -21,7 +21,15 @@ from kvstore_vllm.tenants import RefusedError, Tenants
 from tests.daemons import eventually, tier
 from tests.engines.vllm.engine import Engine, cached, connector, full_blocks, prompt, said
 from tests.engines.vllm.shapes import SHAPES
-from tests.engines.vllm.test_page import PAGE, SERVERS, cached_tokens, complete, server, shell
+from tests.engines.vllm.test_page import (
+    PAGE,
+    SERVERS,
+    cached_tokens,
+    complete,
+    flag_of_the_page,
+    server,
+    shell,
+)
 from tests.programs import need
 from tests.tenants import TenantDaemon
 
@@ -354,9 +362,8 @@ def test_the_http_server_takes_options_in_the_body(
 ) -> None:
     need("curl")
     monkeypatch.setitem(SERVERS, "VLLM_SERVER_DEV_MODE", "1")
-    [flag] = re.findall(r"--kv-transfer-config '(\{\n.*?\})'\n", PAGE, re.DOTALL)
     asked, hit = prompt(1220, 300), full_blocks(300)
-    with server(model, flag.replace("unix:///run/kvstore/kvstore.sock", own.url)) as url:
+    with server(model, flag_of_the_page(own.url)) as url:
         answers = []
         for params, found in (
             (of("red"), 0),
