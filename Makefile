@@ -69,7 +69,8 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python -m bench all
 
-$(READY): pyproject.toml
+# The C extension is built with it.
+$(READY): pyproject.toml $(wildcard kvstore/native/*.[ch])
 	@$(PYTHON) packaging/environment.py .venv --editable '.[dev]'
 	@touch $(READY)
 
@@ -129,4 +130,4 @@ deb:
 	PYTHON=$(PYTHON) packaging/debian/build dist
 
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv build dist *.egg-info kvstore/native/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

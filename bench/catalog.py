@@ -51,9 +51,10 @@ BENCHES = {
     "memcpy-get": Entry(
         "memcpy_get:run",
         _named("memcpy-get/1-client", "unverified", "verified", "verification")
-        + _named("memcpy-get/2-clients", "unverified", "verified", "verification"),
+        + _named("memcpy-get/2-clients", "unverified", "verified", "verification")
+        + _named("memcpy-get/64-KiB", "unverified", "verified"),
     ),
-    "memcpy-put": Entry("memcpy_put:run", ("memcpy-put",)),
+    "memcpy-put": Entry("memcpy_put:run", ("memcpy-put", "memcpy-put/64-KiB")),
     "zero-copy": Entry(
         "zero_copy:run", _named("zero-copy", "acquire", "acquire-and-views", "acquire-release-loop")
     ),
@@ -66,6 +67,14 @@ BENCHES = {
     "core-ram": Entry("core_ram:run", _named("core-ram", "restored", "put")),
     "core-step": Entry("core_step:run", _named("core-step", "filling-by-256", "1", "32", "256", "2048")),
     "refill": Entry("refill:run", _named("refill", "core", "step", "ping")),
+    "scale": Entry(
+        "scale:run",
+        tuple(
+            f"scale/{row}{end}"
+            for row in ("4KiB/0.1M", "4KiB/0.5M", "64KiB/0.05M")
+            for end in ("", "/lookup-p99")
+        ),
+    ),
     "evict": Entry("evict:run", _named("evict", "lru", "arc", "s3fifo", "lfuda", "gdsf", "sieve", "hazard")),
     "tenants": Entry("tenants:run", _named("tenants", "fair", "admission")),
     "start": Entry("start:run", ("start/1M-records",)),
@@ -121,6 +130,14 @@ BENCHES = {
         "vllm_ttft:run",
         _named("vllm-ttft", "256", "512", "1024", "2048", "1024/half", "2048/half"),
         needs=_VLLM,
+    ),
+    "vllm-worth-device": Entry(
+        "vllm_worth:device",
+        _named("vllm-worth-device", "slow/512", "slow/1024", "slow/2048", "fast/2048"),
+        needs=_VLLM,
+    ),
+    "vllm-worth-network": Entry(
+        "vllm_worth:network", _named("vllm-worth-network", "slow/512", "slow/1024", "slow/2048"), needs=_VLLM
     ),
     "vllm-roles": Entry("vllm_roles:run", _named("vllm-roles", "256", "512", "1024", "2048"), needs=_VLLM),
 }

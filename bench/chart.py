@@ -109,7 +109,7 @@ def pictures(text: str) -> dict[str, str]:
 
 
 def figures(text: str) -> list[tuple[int, float, float]]:
-    """Returns (tokens, seconds loaded, seconds computed) for each measured row of RESULTS.md."""
+    """Returns (tokens, seconds loaded, seconds computed) for each measured prompt that is stored whole."""
     [section] = [section for section in parse(text) if section.name == "vllm-ttft"]
     return [
         (int(row["name"].rpartition("/")[2]), float(row["value"]), float(row["reference"]))

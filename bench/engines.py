@@ -10,6 +10,7 @@ from typing import Any
 
 from bench.harness import GIB, Bench
 from bench.served import serve
+from kvstore.lab.local_daemon import LocalDaemon
 from tests.engines.environments import interpreter
 from tests.engines.vllm.engine import VOCABULARY, Engine, connector
 
@@ -27,9 +28,18 @@ def engine(
     bench: Bench, model: dict[str, Any], dram_bytes: int, threads: int = 2, **options: Any
 ) -> Iterator[Engine]:
     """Returns an engine with the connector. `options`: those of the connector."""
+    with serve(dram_bytes) as (_, daemon), engine_of(bench, daemon, model, threads, **options) as made:
+        yield made
+
+
+@contextmanager
+def engine_of(
+    bench: Bench, daemon: LocalDaemon, model: dict[str, Any], threads: int = 2, **options: Any
+) -> Iterator[Engine]:
+    """Returns such an engine, with the connector to this daemon."""
     bench.doing("environment")
     python = interpreter("vllm")
-    with bench.scratch() as folder, serve(dram_bytes) as (_, daemon):
+    with bench.scratch() as folder:
         _save(folder, model)
         bench.doing("starting vLLM")
         flag = connector(daemon, **options)

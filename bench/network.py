@@ -58,7 +58,7 @@ class Sizes:
 SMOKE = Sizes(4 * KIB, 32, 64, 16, 50, 4, 16 * MIB, "5s")
 FAULTS = ("killed", "hung", "garbage", "slow", "full")
 WELL = "well"
-_MODES = (WELL, *FAULTS)
+MODES = (WELL, *FAULTS)
 _SLOW_BYTES_A_S = 1_000_000
 _PIECE = 64 * KIB
 
@@ -70,7 +70,7 @@ def run(bench: Bench) -> Iterator[Result]:
         with nodes(z, redis(port), 2) as (a, b):
             yield _reuse(bench, z, "valkey", a, b)
             yield _hand_off(bench, z, a, b)
-            with _proxied(port) as (proxy, mode), nodes(z, redis(proxy), 1) as [client]:
+            with proxied(port) as (proxy, mode), nodes(z, redis(proxy), 1) as [client]:
                 for fault in FAULTS:
                     yield _hits(bench, z, port, fault, client, a, mode)
         with bench.scratch() as folder, nodes(z, f"file://{folder}/shared", 2) as (a, b):
@@ -252,7 +252,7 @@ def _hand_off(bench: Bench, z: Sizes, a: Client, b: Client) -> Result:
 
 
 @contextmanager
-def _proxied(port: int) -> Iterator[tuple[int, Any]]:
+def proxied(port: int) -> Iterator[tuple[int, Any]]:
     """Runs a proxy in front of the server. Yields its port and its mode."""
     mode, ready = PROCESSES.Value("i", 0), PROCESSES.Value("i", 0)
     proxy = PROCESSES.Process(target=_proxy, args=(port, mode, ready), daemon=True)
@@ -293,7 +293,7 @@ def _hits(bench: Bench, z: Sizes, port: int, fault: str, client: Client, other: 
     def faulty(n: int) -> float:
         if fault == "full":
             ask(port, "CONFIG", "SET", "maxmemory", "1mb")
-        mode.value = _MODES.index(fault) if fault != "full" else 0
+        mode.value = MODES.index(fault) if fault != "full" else 0
         try:
             return p99(n)
         finally:
@@ -336,7 +336,7 @@ def _proxy(port: int, mode: Any, ready: Any) -> None:
     ready.value = listener.getsockname()[1]
     while True:
         client, _ = listener.accept()
-        if _MODES[mode.value] == "killed":
+        if MODES[mode.value] == "killed":
             client.close()
             continue
         try:
@@ -354,7 +354,7 @@ def _pass(client: socket.socket, server: socket.socket, mode: Any) -> None:
     buffer = memoryview(bytearray(_PIECE))
     with client, server, selector:
         while True:
-            how = _MODES[mode.value]
+            how = MODES[mode.value]
             if how == "killed":
                 return
             ready = selector.select(0.05)

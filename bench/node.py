@@ -132,6 +132,9 @@ class Node:
                     todo.append(ev.CopyDone(action.transfer, np.zeros(len(action.identity), np.uint8)))
                 elif getattr(action, "request", 0):
                     answer = action
+            wake = self.placement.next_wakeup()
+            if not todo and wake is not None and wake <= self._now:
+                todo.append(ev.Tick())
         return answer
 
     def _step(self, event: Any) -> list[ac.Action]:

@@ -3,6 +3,7 @@
 from kvstore import errors
 from kvstore.client.aio import AsyncClient, AsyncNamespace
 from kvstore.client.barrier import ExceptionBarrier
+from kvstore.client.estimates import Estimate, StoredPrefix
 from kvstore.client.gpu import DeviceLease, DeviceReservation
 from kvstore.client.leases import Lease, PutResult, Reservation
 from kvstore.client.sync import Client, Namespace
@@ -23,6 +24,7 @@ __all__ = [
     "DeviceBuffer",
     "DeviceLease",
     "DeviceReservation",
+    "Estimate",
     "ExceptionBarrier",
     "FilesDigest",
     "Fp8",
@@ -32,6 +34,7 @@ __all__ = [
     "Namespace",
     "PutResult",
     "Reservation",
+    "StoredPrefix",
     "Tier",
     "chain_keys",
     "errors",

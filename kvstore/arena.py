@@ -16,12 +16,13 @@ import fcntl
 import mmap
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
+from kvstore import native
 from kvstore.errors import TierError
 from kvstore.types import HEADER_BYTES, LABEL_BYTES, Geometry
 
@@ -56,9 +57,6 @@ payload; `stamp` orders blocks by time; `expires` is in s since 1970, 0: never. 
 aligned 8-byte stores never tear, those of `struct.pack_into` do."""
 
 HUGE_BYTES = 2 << 20
-_PIECE_BYTES = 512 << 10  # copied, then hashed while still in the core's cache
-_SKEWED_PIECE_BYTES = 1 << 20
-_LINE_BYTES = 64
 _STEP_BYTES = 16 << 20
 
 _MADV_POPULATE_WRITE = 23
@@ -85,9 +83,15 @@ def seed(namespace: bytes, key: bytes, length: int) -> int:
     return xxh3_64_intdigest(namespace + key + length.to_bytes(8, "little"))
 
 
+def seeds(namespace: bytes, keys: Sequence[bytes], length: int) -> list[int]:
+    """Returns the seeds of blocks of one namespace and length."""
+    end = length.to_bytes(8, "little")
+    return [xxh3_64_intdigest(b"".join((namespace, key, end))) for key in keys]
+
+
 def checksum(payload: Bytes, seed: int) -> int:
     """Returns xxh3_64 of `payload` under `seed`. Releases the GIL for large payloads."""
-    return xxh3_64_intdigest(payload, seed)
+    return native.checksum(payload, seed)
 
 
 def copy(target: bytearray | memoryview, source: Bytes) -> None:
@@ -100,62 +104,18 @@ def copy(target: bytearray | memoryview, source: Bytes) -> None:
 def copy_digest(target: bytearray | memoryview, source: Bytes, digest: xxh3_64) -> None:
     """Copies as `copy` does, and adds the bytes of `source` to a digest.
 
-    For writers: each piece is hashed from the source while it is in the cache. Other writers of `target`,
-    such as a client that lost its slot, can damage it, but the checksum shows that.
+    For writers whose block comes in several calls. Other writers of `target`, such as a client that lost its
+    slot, can damage it, but the checksum shows that.
     """
-    for piece, _ in _copied(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8)):
-        digest.update(piece.data)
-
-
-def gather(target: bytearray | memoryview, sources: Sequence[Bytes], seed: int) -> int:
-    """Fills `target` with parts and returns their checksum. For writers, see `copy_digest`.
-
-    ValueError if the parts do not fill it exactly.
-    """
-    parts = [np.frombuffer(source, np.uint8) for source in sources]
-    into, at, digest = np.frombuffer(target, np.uint8), 0, xxh3_64(seed=seed)
-    _check_sizes(into.size, sum(part.size for part in parts))
-    for part in parts:
-        copy_digest(into[at : at + part.size].data, part.data, digest)
-        at += part.size
-    return digest.intdigest()
-
-
-def scatter(targets: Sequence[bytearray | memoryview], source: Bytes, seed: int) -> int:
-    """Copies `source` into parts and returns the checksum of the parts.
-
-    For readers: the caller's copy is verified, even if another process writes to `source` meanwhile.
-    ValueError if the parts do not take all of `source`.
-    """
-    parts = [np.frombuffer(target, np.uint8) for target in targets]
-    data, at, digest = np.frombuffer(source, np.uint8), 0, xxh3_64(seed=seed)
-    _check_sizes(sum(part.size for part in parts), data.size)
-    for part in parts:
-        for _, piece in _copied(part, data[at : at + part.size]):
-            digest.update(piece.data)
-        at += part.size
-    return digest.intdigest()
+    into, data = np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8)
+    _check_sizes(into.size, data.size)
+    for step in native.copied(into, data):
+        digest.update(data[step].data)
 
 
 def _check_sizes(target_bytes: int, source_bytes: int) -> None:
     if target_bytes != source_bytes:
         raise ValueError(f"target has {target_bytes} bytes, source {source_bytes}")
-
-
-def _copied(
-    into: NDArray[np.uint8], data: NDArray[np.uint8]
-) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
-    """Copies in pieces. Yields each piece of source and target. ValueError if sizes differ."""
-    _check_sizes(into.size, data.size)
-    step = _PIECE_BYTES
-    if into.size > step and (into.ctypes.data - data.ctypes.data) % _LINE_BYTES:
-        # If source and target differ in cache line offset, as numpy arrays and slots do, ordinary stores
-        # delay later loads and halve the speed. From this size on, memcpy uses non-temporal stores.
-        step = _SKEWED_PIECE_BYTES
-    for start in range(0, into.size, step):
-        source, target = data[start : start + step], into[start : start + step]
-        np.copyto(target, source)
-        yield source, target
 
 
 class Extent:

@@ -84,6 +84,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 loads=self._kv_transfer_config.is_kv_consumer,
                 saves=self._kv_transfer_config.is_kv_producer,
                 whole_inputs=vllm_config.model_config.is_mm_prefix_lm,
+                step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
                 drops=drops,
             )
             if reason := settings.without_prefix_caching:
@@ -288,7 +289,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Returns the progress of transfers, and the block layouts of this worker until they are known."""
         if self._worker is None:
             return None
-        progress = Progress(self._moved)
+        progress = Progress(self._moved, self._worker.serial)
         if not self._met and isinstance(told := self.get_handshake_metadata(), Handshake):
             progress.told[self._vllm_config.parallel_config.rank] = told
         return progress

@@ -120,14 +120,17 @@ def _reach(spec: Any, drops: bool) -> dict[str, Any]:
 class Found:
     """The stored blocks of a prompt.
 
-    `tokens`: the length of the longest prefix that all groups have. `stored`: the indices of stored blocks by
-    group. `junction`: the end of the longest prefix that some group has; another prompt parts from this one
-    there, or later. `why`: the reason if the daemon has not answered; its blocks count as not stored.
+    `tokens`: the length of the longest prefix that all groups have and that is worth loading. `stored`: the
+    indices of stored blocks by group. `junction`: the end of the longest prefix that some group has; another
+    prompt parts from this one there, or later. `unworthy_tokens`: those behind `tokens` that all groups have,
+    but that load slower than they are computed. `why`: the reason if the daemon has not answered; its blocks
+    count as not stored.
     """
 
     tokens: int
     stored: list[set[int]]
     junction: int = 0
+    unworthy_tokens: int = 0
     why: str = ""
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from kvstore import Client, Layout
+from kvstore import Client, Layout, StoredPrefix
 from kvstore.errors import DeniedError, UnavailableError
+from kvstore_vllm.budget import estimates
 from kvstore_vllm.groups import Found, Group, PrefixFinder, in_parts
 from kvstore_vllm.options import OWN, Scope
+from kvstore_vllm.prefill_rate import PrefillRate
 from kvstore_vllm.tenants import Tenants, namespace
 
 LOOKUP_DEADLINE_S = 0.05
@@ -20,13 +23,20 @@ LOOKUP_DEADLINE_S = 0.05
 class Lookup:
     """Asks for the blocks of prompts. Every lookup is a miss until the workers' layouts are known.
 
+    Blocks of full attention that would load slower than the engine computes them, at `rate`, are not loaded.
     `drops`: vLLM drops the last block of a hit. Answers are those of `scope`, whose client is `client`.
     """
 
     def __init__(
-        self, client: Client, groups: Sequence[Group], drops: bool = False, scope: Scope = OWN
+        self,
+        client: Client,
+        groups: Sequence[Group],
+        rate: PrefillRate,
+        drops: bool = False,
+        scope: Scope = OWN,
     ) -> None:
         self._client = client
+        self._rate = rate
         self._scope = scope
         self._groups = list(groups)
         self._full = [group for group in groups if group.full]
@@ -56,44 +66,64 @@ class Lookup:
         """Whether the workers' layouts are known."""
         return bool(self._layouts)
 
-    def find(self, request: Any, salt: bytes, first: bool) -> Found:
+    def find(self, request: Any, salt: bytes, first: bool, computed_tokens: int = 0) -> Found:
         """Returns which blocks of a prompt all workers can load. `first`: counts the prompt.
 
-        Raises UNANSWERED if the daemon is away, late or refuses.
+        The engine has the first `computed_tokens` tokens. Raises UNANSWERED if the daemon is away, late or
+        refuses.
         """
-        stored = self._stored([group.keys(request.block_hashes, salt) for group in self._groups], first)
-        most = request.num_tokens - 1
-        if self._all_usable:
-            [group] = self._groups
-            usable = most // group.page_tokens * group.page_tokens
-            return Found(min(len(stored[0]) * group.block_tokens, usable), stored)
-        return self._finder.find(self._groups, request.block_hashes, stored, most)
+        keys = [group.keys(request.block_hashes, salt) for group in self._groups]
+        stored, worth = self._stored(keys, first, computed_tokens)
+        found = self._longest(request, stored, request.num_tokens - 1)
+        tokens = found.tokens if worth >= found.tokens else self._longest(request, stored, worth).tokens
+        unworthy = max(0, found.tokens - max(tokens, computed_tokens))
+        return replace(found, tokens=tokens, unworthy_tokens=unworthy)
 
-    def _stored(self, keys: list[list[bytes]], first: bool) -> list[set[int]]:
-        """Returns the indices of stored blocks by group: those of full attention bound the others."""
-        counts, masks = self._answers(keys, first)
+    def _longest(self, request: Any, stored: list[set[int]], most: int) -> Found:
+        """Returns the longest stored prefix of at most `most` tokens."""
+        if not self._all_usable:
+            return self._finder.find(self._groups, request.block_hashes, stored, most)
+        [group] = self._groups
+        usable = most // group.page_tokens * group.page_tokens
+        return Found(min(len(stored[0]) * group.block_tokens, usable), stored)
+
+    def _stored(
+        self, keys: list[list[bytes]], first: bool, computed_tokens: int
+    ) -> tuple[list[set[int]], int]:
+        """Returns the indices of stored blocks by group: those of full attention bound the others.
+
+        Also returns how many leading tokens are worth loading, as far as groups of full attention show.
+        """
         stored = [set[int]() for _ in self._groups]
         tokens = max((len(keys[group.number]) * group.block_tokens for group in self._groups), default=0)
-        for group, count in zip(self._full, counts, strict=True):
-            tokens = min(tokens, count * group.block_tokens)
+        prefixes, masks = self._answers(keys, first, computed_tokens, tokens)
+        worth = tokens
+        for group, prefix in zip(self._full, prefixes, strict=True):
+            tokens = min(tokens, prefix.blocks * group.block_tokens)
+            worth = min(worth, prefix.worth_loading * group.block_tokens)
             stored[group.number] = set(range(tokens // group.block_tokens))
         for group, mask in zip(self._others, masks, strict=True):
             stored[group.number] = set(np.flatnonzero(mask[: tokens // group.block_tokens]).tolist())
-        return stored
+        return stored, worth
 
-    def _answers(self, keys: list[list[bytes]], first: bool) -> tuple[list[int], list[Any]]:
-        """Returns what every worker can load: the leading blocks of groups of full attention, and which
-        blocks of the others. One round trip for all groups and workers.
+    def _answers(
+        self, keys: list[list[bytes]], first: bool, computed_tokens: int, tokens: int
+    ) -> tuple[list[StoredPrefix], list[Any]]:
+        """Returns what every worker can load: the prefixes of groups of full attention, and which blocks of
+        the others. One round trip for all groups and workers.
         """
         # Every shard counts the prompt, so that the hit ratio is that of one shard; in one group.
         prompt = {group.number: len(keys[group.number]) for group in self._full[:1] if first}
         if not self._namespaces:
-            return [0 for _ in self._full], [np.empty(0, np.bool_) for _ in self._others]
-        counts, masks = self._client.lookup(
+            return [StoredPrefix() for _ in self._full], [np.empty(0, np.bool_) for _ in self._others]
+        compute_s = self._rate.seconds(computed_tokens, tokens)
+        load_s = self._client.deadline_s
+        estimated = estimates(compute_s, self._groups, self._layouts, computed_tokens, tokens, load_s)
+        prefixes, masks = self._client.lookup(
             [
-                (shard[group.number], keys[group.number], prompt.get(group.number, 0))
-                for shard in self._namespaces
-                for group in self._full
+                (shard[n], keys[n], prompt.get(n, 0), estimate[n])
+                for shard, estimate in zip(self._namespaces, estimated, strict=True)
+                for n in (group.number for group in self._full)
             ],
             [
                 (shard[group.number], keys[group.number])
@@ -104,7 +134,7 @@ class Lookup:
         )
         full, others = len(self._full), len(self._others)
         return (
-            [min(counts[i::full]) for i in range(full)],
+            [StoredPrefix.shortest(prefixes[i::full]) for i in range(full)],
             [np.logical_and.reduce(masks[i::others]) for i in range(others)],
         )
 
@@ -112,8 +142,11 @@ class Lookup:
 class ScopeLookups:
     """The lookups of scopes other than the engine's own."""
 
-    def __init__(self, client: Client, groups: Sequence[Group], drops: bool = False) -> None:
+    def __init__(
+        self, client: Client, groups: Sequence[Group], rate: PrefillRate, drops: bool = False
+    ) -> None:
         self._groups = list(groups)
+        self._rate = rate
         self._drops = drops
         self._tenants = Tenants(client, LOOKUP_DEADLINE_S, tries=True)
         self._layouts: list[list[Layout]] = []
@@ -132,7 +165,7 @@ class ScopeLookups:
         """Takes vLLM's coordinator of block tables."""
         self._coordinator = coordinator
 
-    def find(self, scope: Scope, request: Any, salt: bytes, first: bool) -> Found:
+    def find(self, scope: Scope, request: Any, salt: bytes, first: bool, computed_tokens: int) -> Found:
         """Returns which blocks of a scope all workers can load, see `Lookup.find`.
 
         Raises RefusedError for a token that the daemon refuses, and UNANSWERED.
@@ -141,7 +174,7 @@ class ScopeLookups:
             return Found(0, [set() for _ in self._groups])
         try:
             lookup = self._tenants.opened(scope, self._epoch, None, lambda client: self._made(client, scope))
-            return lookup.find(request, salt, first)
+            return lookup.find(request, salt, first, computed_tokens)
         except (UnavailableError, DeniedError) as error:
             self._tenants.check(scope, error)
             raise
@@ -151,7 +184,7 @@ class ScopeLookups:
         self._tenants.close()
 
     def _made(self, client: Client, scope: Scope) -> Lookup:
-        lookup = Lookup(client, self._groups, self._drops, scope)
+        lookup = Lookup(client, self._groups, self._rate, self._drops, scope)
         lookup.bind(self._coordinator)
         lookup.meet(self._layouts, self._epoch)
         return lookup

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -30,12 +31,16 @@ class Part:
 
 @dataclass(slots=True)
 class Load:
-    """Loads the parts of a request's prefix. `waits`: for blocks that another engine is still storing."""
+    """Loads the parts of a request's prefix. `waits`: for blocks that another engine is still storing.
+
+    `within_s`: the longest time of the load if no other runs, in seconds.
+    """
 
     request_id: str
     parts: list[Part]
     waits: bool = False
     scope: Scope = OWN
+    within_s: float = math.inf
 
 
 @dataclass(slots=True)
@@ -73,13 +78,15 @@ class Step(KVConnectorMetadata):
     """The transfers of one step.
 
     `epoch`: names the weights since the last reset; empty before the first. `number`: counts the steps with
-    loads, saves or hints. `idle`: the step computes nothing. `met`: the workers' layouts are known.
+    loads, saves or hints. `idle`: the step computes nothing. `met`: the workers' layouts are known. `serial`:
+    counts all steps.
     """
 
     epoch: str = ""
     number: int = 0
     idle: bool = False
     met: bool = False
+    serial: int = 0
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     hints: list[Hint] = field(default_factory=list)
@@ -100,13 +107,17 @@ class Handshake(KVConnectorHandshakeMetadata):
 class Progress(KVConnectorWorkerMetadata):
     """All transfers of the steps up to `number` have ended.
 
-    `told`: the handshakes by rank of the worker, until a step says that they are known.
+    `serial`: the step of this report. `told`: the handshakes by rank of the worker, until a step says that
+    they are known.
     """
 
     number: int
+    serial: int = 0
     told: dict[int, Handshake] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Progress:
         """Returns the progress of the slower worker, and the handshakes of both."""
         assert isinstance(other, Progress)
-        return Progress(min(self.number, other.number), self.told | other.told)
+        return Progress(
+            min(self.number, other.number), min(self.serial, other.serial), self.told | other.told
+        )

@@ -25,6 +25,7 @@ from kvstore.errors import DeniedError, RemoteProtocolError, TierError, Unavaila
 logger = logging.getLogger("vllm.kvstore")
 
 NOT_STORED, LATE, UNAVAILABLE, REFUSED = "not_stored", "late", "unavailable", "refused"
+NOT_WORTH_LOADING = "not_worth_loading"
 DAMAGED, CANCELLED, FAILED, DROPPED = "damaged", "cancelled", "failed", "dropped"
 LOADED, STORED, PRESENT = "loaded", "stored", "present"
 
@@ -60,9 +61,9 @@ METRICS = (
     Metric("hit_tokens", "Asked tokens that were found in the store."),
     Metric(
         "missed_tokens",
-        "Asked tokens that were not found, by reason.",
+        "Asked tokens that were not found, or not worth loading, by reason.",
         "reason",
-        (NOT_STORED, LATE, UNAVAILABLE, REFUSED),
+        (NOT_STORED, NOT_WORTH_LOADING, LATE, UNAVAILABLE, REFUSED),
     ),
     Metric(
         "load_blocks",
@@ -112,6 +113,7 @@ _LOGGED = {
     "lookup_seconds": "lookups",
     "hit_tokens": "hit tokens",
     "missed_tokens": "missed tokens",
+    f"missed_tokens:{NOT_WORTH_LOADING}": "not worth loading",
     "load_blocks": "lost",
     f"load_blocks:{LOADED}": "loaded",
     "save_blocks": "not saved",
@@ -268,14 +270,23 @@ class Recorder:
         self._silent_until_s[kind] = self._clock() + _SILENT_S
         logger.warning("%s (%d since the last such line)", printable(message), self._unlogged.pop(kind))
 
-    def admitted(self, request_id: str, asked: int, hit: int, computed: int, why: str) -> None:
-        """Records the admission of a request, in tokens. `why`: the reason for those that are no hit."""
+    def admitted(
+        self, request_id: str, asked: int, hit: int, computed: int, why: str, unworthy: int = 0
+    ) -> None:
+        """Records the admission of a request, in tokens.
+
+        `unworthy`: those that are stored, but not worth loading. `why`: the reason for other misses.
+        """
+        unworthy = min(unworthy, asked - hit)
+        missed = asked - hit - unworthy
         self.add(asked, "asked_tokens")
         self.add(hit, "hit_tokens")
-        self.add(asked - hit, "missed_tokens", why)
+        self.add(missed, "missed_tokens", why)
+        self.add(unworthy, "missed_tokens", NOT_WORTH_LOADING)
         if _debugs():
             found = f"{hit} of {asked} tokens found behind {computed} of the engine's own cache"
-            logger.debug("%s: %s%s", request_id, found, _others(asked - hit, why))
+            others = _others(unworthy, NOT_WORTH_LOADING) + _others(missed, why)
+            logger.debug("%s: %s%s", request_id, found, others)
 
     def unasked(self, request_id: str, why: str) -> None:
         """Records that the store was not asked for a request."""

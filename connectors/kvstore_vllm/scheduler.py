@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore import Client, ExceptionBarrier, Layout
 from kvstore_vllm.adapters import Adapters
+from kvstore_vllm.budget import patience_s
 from kvstore_vllm.groups import Found, Group
 from kvstore_vllm.handoff import Handoffs
 from kvstore_vllm.lookup import Lookup, ScopeLookups
 from kvstore_vllm.messages import Hint, Load, Part, Progress, Save, Step
 from kvstore_vllm.metrics import NOT_STORED, REFUSED, UNANSWERED, Recorder, reason_of
 from kvstore_vllm.options import DEFAULT, OWN, WITHOUT, OptionReader, Options
+from kvstore_vllm.prefill_rate import PrefillRate
 from kvstore_vllm.references import PageReferences
 from kvstore_vllm.tails import Tails, Tracked
 from kvstore_vllm.tenants import RefusedError
@@ -60,6 +62,7 @@ class SchedulerHalf:
     """Called by the scheduler between steps. `alignment`: prefixes end at multiples of it, in tokens.
 
     `whole_inputs`: images have bidirectional attention, so a prompt with images must be computed as a whole.
+    `step_tokens`: the most tokens of a step.
     `drops`: vLLM drops the last block of a hit.
     """
 
@@ -73,6 +76,7 @@ class SchedulerHalf:
         loads: bool,
         saves: bool,
         whole_inputs: bool = False,
+        step_tokens: int = 8192,
         drops: bool = False,
     ) -> None:
         self._client = client
@@ -84,8 +88,9 @@ class SchedulerHalf:
         self._may_load = loads
         self._may_save = saves
         self._whole_inputs = whole_inputs
-        self._lookup = Lookup(client, groups, drops)
-        self._scopes = ScopeLookups(client, groups, drops)
+        self._rate = PrefillRate(step_tokens)
+        self._lookup = Lookup(client, groups, self._rate, drops)
+        self._scopes = ScopeLookups(client, groups, self._rate, drops)
         self._tracked: dict[str, Tracked] = {}
         self._matched: dict[str, Match] = {}
         self._tried: dict[str, int] = {}
@@ -131,7 +136,7 @@ class SchedulerHalf:
             found = Found(0, [set() for _ in self._groups])
         else:
             started = time.perf_counter()
-            found, options = self._find(request, options, salt, not known)
+            found, options = self._find(request, options, salt, not known, computed_tokens)
             if not unasked:
                 self._recorder.time("lookup_seconds", time.perf_counter() - started)
                 last = (request.num_tokens - 1) // self._alignment * self._alignment
@@ -177,7 +182,8 @@ class SchedulerHalf:
             return
         why = match.found.why or NOT_STORED
         asked = max(match.asked_tokens, hit_tokens)
-        self._recorder.admitted(request_id, asked, hit_tokens, match.computed_tokens, why)
+        unworthy = match.found.unworthy_tokens
+        self._recorder.admitted(request_id, asked, hit_tokens, match.computed_tokens, why, unworthy)
 
     def _track(self, request: Request, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
         request_id = request.request_id
@@ -208,8 +214,11 @@ class SchedulerHalf:
             saves=options.stores,
         )
         if external_tokens:
+            # What another engine has promised may come late, and this one is not to compute it.
+            compute_s = None if match.waits else self._rate.seconds(first, stop)
+            within_s = patience_s(compute_s, self._client.deadline_s)
             wanted = [part for part in parts if part.block_ids]
-            self._next.loads.append(Load(request_id, wanted, match.waits, options.scope))
+            self._next.loads.append(Load(request_id, wanted, match.waits, options.scope, within_s))
 
     # -- every step
 
@@ -217,6 +226,8 @@ class SchedulerHalf:
         """Returns the transfers of the step that was just scheduled."""
         orders, self._next = self._next, Step(self._next.epoch)
         orders.idle = not output.num_scheduled_tokens
+        with self._guard("prefill rate"):
+            orders.serial = self._begin_step(output, bool(orders.loads))
         with self._guard("save"):
             for request_id in output.preempted_req_ids or ():
                 tracked = self._tracked.get(request_id)
@@ -271,6 +282,7 @@ class SchedulerHalf:
     def hear(self, output: KVConnectorOutput) -> None:
         """Takes the reports of the workers. Pages that failed to load are computed by their request."""
         if isinstance(output.kv_connector_worker_meta, Progress):
+            self._rate.end(output.kv_connector_worker_meta.serial, time.monotonic())
             self._moved = output.kv_connector_worker_meta.number
             self._references.ended(self._moved)
         if output.invalid_block_ids:
@@ -305,6 +317,19 @@ class SchedulerHalf:
 
     # -- within
 
+    def _begin_step(self, output: SchedulerOutput, loads: bool) -> int:
+        """Measures the step that was just scheduled. Returns its serial number."""
+        prompts, others = [], 0
+        for request_id, tokens in output.num_scheduled_tokens.items():
+            tracked = self._tracked.get(request_id)
+            first = tracked.request.num_computed_tokens if tracked else 0
+            if tracked and first < tracked.request.num_prompt_tokens:
+                prompts.append((first, tokens))
+            else:
+                others += tokens
+        # Synchronous loads delay the step that they belong to.
+        return self._rate.begin(prompts, others, time.monotonic(), self._asynchronous or not loads)
+
     def _note_try(self, request: Request) -> None:
         """Notes a load. After one that waited for a promise, what is stored may still be loaded."""
         match = self._matched.get(request.request_id)
@@ -313,13 +338,15 @@ class SchedulerHalf:
         else:
             self._tried[request.request_id] = request.num_preemptions
 
-    def _find(self, request: Request, options: Options, salt: bytes, first: bool) -> tuple[Found, Options]:
+    def _find(
+        self, request: Request, options: Options, salt: bytes, first: bool, computed_tokens: int
+    ) -> tuple[Found, Options]:
         """Returns what is found of a prompt, and the request's options: none if its token is refused."""
         none = [set[int]() for _ in self._groups]
         try:
             if options.scope == OWN:
-                return self._lookup.find(request, salt, first), options
-            return self._scopes.find(options.scope, request, salt, first), options
+                return self._lookup.find(request, salt, first, computed_tokens), options
+            return self._scopes.find(options.scope, request, salt, first, computed_tokens), options
         except RefusedError as error:
             self._recorder.problem("refused_tokens", f"a request is served without the store: {error}")
             return Found(0, none, why=REFUSED), WITHOUT

@@ -54,13 +54,17 @@ NULL_BLOCK = 0
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    """A load, save or hint of step `number`, ordered at `began` (perf_counter). `copying`: a copy runs."""
+    """A load, save or hint of step `number`, ordered at `began` (perf_counter). `copying`: a copy runs.
+
+    `within_s`: the longest time of a load, in seconds.
+    """
 
     request_id: str
     epoch: str
     number: int
     began: float
     scope: Scope = OWN
+    within_s: float = 0.0
     revoked: bool = False
     copying: bool = False
 
@@ -83,7 +87,7 @@ class WorkerHalf:
     """Called by the worker around its forward pass. Only synchronous loads block it.
 
     `in_parts`: a request can be resumed behind a part of its load, so lost pages are reported one by one.
-    `saves`: False if another worker has the same KV and saves it.
+    `saves`: False if another worker has the same KV and saves it. `serial` is that of the step that runs.
     """
 
     def __init__(
@@ -119,6 +123,7 @@ class WorkerHalf:
         self._bad_blocks: set[int] = set()
         self._recorder = Recorder()
         self._idle = False
+        self.serial = 0
 
     @property
     def layouts(self) -> list[Layout]:
@@ -144,10 +149,17 @@ class WorkerHalf:
 
     def load(self, step: Step) -> None:
         """Starts the loads of the step; runs them if they are synchronous."""
-        self._idle = step.idle
-        ends = time.monotonic() + self._client.deadline_s
+        self._idle, self.serial = step.idle, step.serial
+        now = time.monotonic()
+        with self._changed:
+            # Loads share the devices, and the engine would compute what they replace one after the other.
+            within_s = sum(each.within_s for each in self._loading)
         for load in step.loads:
-            loading = _Transfer(load.request_id, step.epoch, step.number, time.perf_counter(), load.scope)
+            within_s += load.within_s
+            ends = now + min(self._client.deadline_s, within_s)
+            loading = _Transfer(
+                load.request_id, step.epoch, step.number, time.perf_counter(), load.scope, load.within_s
+            )
             with self._changed:
                 self._loading.add(loading)
             if not self._asynchronous:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from kvstore.client.estimates import Estimate
 from kvstore.client.gpu import is_on_device
 from kvstore.client.leases import Buffer, as_bytes
 from kvstore.cuda.array_interop import wrap
@@ -131,6 +132,17 @@ def check_speed(recompute_tokens_per_s: float | None) -> float:
             f"recompute_tokens_per_s is {recompute_tokens_per_s!r}", "tokens/s, more than 0, or None"
         )
     return float(recompute_tokens_per_s)
+
+
+def check_estimate(estimate: Estimate) -> Estimate:
+    """Returns what a lookup says of its caller. Raises MisuseError for times or a number out of range."""
+    have = estimate.have
+    for name, value in (("recompute_s", estimate.recompute_s), ("load_s", estimate.load_s)):
+        if not (_is_number(value) and 0 < value < math.inf):
+            raise MisuseError(f"{name} is {value!r:.80}", "seconds, more than 0")
+    if not isinstance(have, int) or have < 0:
+        raise MisuseError(f"have is {have!r:.80}", "a number of blocks")
+    return estimate
 
 
 def recompute_s(layout: Layout, tokens_per_s: float) -> float:

@@ -13,11 +13,14 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from kvstore.arena import Mapping
 from kvstore.cuda.device import DeviceBuffer, Gpu
 from kvstore.cuda.errors import CudaError
 from kvstore.errors import KVStoreError
-from kvstore.types import HEADER_BYTES, LABEL_BYTES, Geometry
+from kvstore.types import Geometry
 
 _log = logging.getLogger(__name__)
 
@@ -28,24 +31,29 @@ class MappedExtent:
     def __init__(self, mapping: Mapping) -> None:
         self.mapping = mapping
         self._registered = False
-        self._tables: dict[int, tuple[int, memoryview]] = {}
+        self._tables: dict[int, tuple[int, npt.NDArray[np.uint64]]] = {}
 
-    def _table(self, slot_bytes: int) -> tuple[int, memoryview]:
+    def _table(self, slot_bytes: int) -> tuple[int, npt.NDArray[np.uint64]]:
+        """Returns the offset of the payloads, and a view of the versions of all slots."""
         known = self._tables.get(slot_bytes)
         if known is None:
             geometry = Geometry(self.mapping.nbytes, slot_bytes, table=True)
-            table = self.mapping.view[LABEL_BYTES:][: geometry.slots * HEADER_BYTES].cast("Q")
-            known = self._tables[slot_bytes] = (geometry.payload_offset, table)
+            versions = self.mapping.headers(geometry)["version"]
+            known = self._tables[slot_bytes] = (geometry.payload_offset, versions)
         return known
+
+    def memory(self, slot_bytes: int) -> tuple[memoryview, int]:
+        """Returns the whole extent, and where in it the payload of slot 0 starts."""
+        return self.mapping.view, self._table(slot_bytes)[0]
 
     def payload(self, slot_bytes: int, index: int, nbytes: int) -> memoryview:
         """Returns the first `nbytes` bytes of a slot's payload."""
         start = self._table(slot_bytes)[0] + index * slot_bytes
         return self.mapping.view[start : start + nbytes]
 
-    def version(self, slot_bytes: int, index: int) -> int:
-        """Returns the version in a slot's header, by one aligned and so atomic 8-byte load."""
-        return self._table(slot_bytes)[1][index * (HEADER_BYTES // 8) + 1]
+    def versions(self, slot_bytes: int, indices: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        """Returns the versions in the headers of slots, each by one aligned and so atomic 8-byte load."""
+        return self._table(slot_bytes)[1][indices]
 
     def register(self, gpu: Gpu) -> None:
         """Registers the extent with CUDA, once: this makes copies between it and GPUs fast."""

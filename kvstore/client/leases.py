@@ -15,54 +15,13 @@ import numpy as np
 from xxhash import xxh3_64
 
 from kvstore import arena
+from kvstore.client.slots import Parts, Slots
 from kvstore.cuda.device import Gpu
 from kvstore.errors import MisuseError, UnavailableError
-from kvstore.types import HBM_EXTENTS, SLOT_RECORD, Key
+from kvstore.types import SLOT_RECORD, Key
 
 Buffer = Any
 """Anything with the buffer protocol: bytes, memoryview, numpy array."""
-
-
-class Slots:
-    """The slots of a lease or a reservation, in mapped extents. `records` has one `SLOT_RECORD` per slot."""
-
-    def __init__(self, extents: dict[int, Any], records: bytes, slot_bytes: int, block_bytes: int) -> None:
-        self.block_bytes = block_bytes
-        self.records = records
-        self.in_hbm = any(number >= HBM_EXTENTS for number in extents)
-        self._extents = extents
-        self._wide = memoryview(records).cast("Q")
-        self._slot_bytes = slot_bytes
-
-    @classmethod
-    def none(cls, block_bytes: int) -> Slots:
-        """Returns no slots: those of a miss."""
-        return cls({}, b"", 0, block_bytes)
-
-    def __len__(self) -> int:
-        return len(self._wide) // 3
-
-    def checksum(self, i: int) -> int:
-        """Returns the checksum that the payload of slot i must have."""
-        return self._wide[3 * i + 1]
-
-    def view(self, i: int) -> Any:
-        """Returns the `block_bytes` bytes of slot i: a memoryview, or a DeviceBuffer for a slot in HBM."""
-        place = self._wide[3 * i]
-        extent = self._extents[place >> 32]
-        return extent.payload(self._slot_bytes, place & 0xFFFFFFFF, self.block_bytes)
-
-    def register(self, gpu: Gpu) -> None:
-        """Registers the extents, which are in DRAM, with CUDA."""
-        for extent in self._extents.values():
-            extent.register(gpu)
-
-    def is_current(self, i: int) -> bool:
-        """Returns whether slot i still has the granted version."""
-        place = self._wide[3 * i]
-        extent = self._extents[place >> 32]
-        version: int = extent.version(self._slot_bytes, place & 0xFFFFFFFF)
-        return version == self._wide[3 * i + 2] & 0xFFFFFFFF
 
 
 def as_bytes(buffer: Buffer, name: str, nbytes: int, writable: bool = False) -> memoryview:
@@ -122,6 +81,12 @@ class _Grant:
     def _check_open(self) -> None:
         if self._end is None:
             raise MisuseError("the lease or reservation has ended", "use it inside its `with` block")
+
+    def _check_range(self, first: int, n: int) -> None:
+        self._check_open()
+        if first < 0 or first + n > len(self):
+            blocks = f"block {first}" if n == 1 else f"blocks {first} to {first + n}"
+            raise MisuseError(blocks, f"there are {len(self)} blocks of {self._slots.block_bytes} bytes")
 
     def _range(self, i: int, offset: int, nbytes: int) -> memoryview:
         self._check_open()
@@ -198,7 +163,8 @@ class Lease(_Grant):
 
         Reports the first corrupt block to the daemon.
         """
-        good = self._verified(lambda i, seed: arena.checksum(self._slots.view(i), seed))
+        self._check_open()
+        good = self._count_good(0, self._slots.sums(0, self._seeds(0, len(self))), len(self))
         return 0 if self._lost() else good
 
     def copy_into(self, out: Buffer, verify: bool = True) -> int:
@@ -218,14 +184,8 @@ class Lease(_Grant):
                 f"{len(self)} blocks of {size} bytes must fit into it",
             )
 
-        def move(i: int, seed: int) -> int:
-            target = flat[i * size : (i + 1) * size]
-            if verify:
-                return arena.scatter([target], self._slots.view(i), seed)
-            arena.copy(target, self._slots.view(i))
-            return self._slots.checksum(i)
-
-        return self._verified(move)
+        self._check_open()
+        return self._copy(0, Parts.consecutive(flat, len(self), size), len(self), verify)
 
     def scatter(self, i: int, parts: Sequence[Buffer]) -> bool:
         """Copies block i into `parts`, writable C-contiguous buffers that it fills one after another.
@@ -233,16 +193,14 @@ class Lease(_Grant):
         Returns whether the bytes match their checksum. If not, the block is reported to the daemon and the
         bytes of the parts are undefined.
         """
-        nbytes = self._range(i, 0, self._slots.block_bytes).nbytes
-        targets = _parts(parts, f"block {i}", nbytes, writable=True)
-        return self._is_good(i, lambda i, seed: arena.scatter(targets, self._slots.view(i), seed))
+        return self.scatter_all([parts], i) == 1
 
     def scatter_all(self, parts: Sequence[Sequence[Buffer]], first: int = 0) -> int:
         """Scatters the blocks from `first` on, one list of parts each; returns the number of good ones."""
-        for at, each in enumerate(parts):
-            if not self.scatter(first + at, each):
-                return at
-        return len(parts)
+        self._check_range(first, len(parts))
+        size = self._slots.block_bytes
+        flats = [_parts(each, f"block {i}", size, writable=True) for i, each in enumerate(parts, first)]
+        return self._copy(first, Parts.of(flats), len(parts), verify=True)
 
     def read(self, i: int, out: Buffer, offset: int = 0) -> None:
         """Fills `out` with bytes of block i from `offset` on. Not verified.
@@ -262,21 +220,29 @@ class Lease(_Grant):
         if self._lost():
             raise UnavailableError("the connection of the lease has ended", "acquire the blocks again")
 
-    def _verified(self, digest: Callable[[int, int], int]) -> int:
-        """Returns the number of leading blocks that are good, see `_is_good`."""
-        self._check_open()
-        for i in range(len(self)):
-            if not self._is_good(i, digest):
-                return i
-        return len(self)
+    def _copy(self, first: int, parts: Parts, n: int, verify: bool) -> int:
+        """Copies n blocks from `first` on into their parts. Returns the number of leading good ones."""
+        if not n:
+            return 0
+        seeds = self._seeds(first, n) if verify else None
+        return self._count_good(first, self._slots.copy_out(first, parts, seeds), n)
 
-    def _is_good(self, i: int, digest: Callable[[int, int], int]) -> bool:
-        """Returns whether the digest of block i matches and its slot has kept the granted version."""
-        seed = arena.seed(self._namespace, self._keys[i], self._slots.block_bytes)
-        if digest(i, seed) != self._slots.checksum(i):
-            self._suspect(self._keys[i])
-            return False
-        return self._slots.is_current(i)
+    def _seeds(self, first: int, n: int) -> list[int]:
+        return arena.seeds(self._namespace, self._keys[first : first + n], self._slots.block_bytes)
+
+    def _count_good(self, first: int, sums: Any, n: int) -> int:
+        """Returns how many leading ones of n blocks match their checksums and have kept their slots.
+
+        Reports the first corrupt one. `sums`: of blocks from `first` on, None: not verified.
+        """
+        right, current = self._slots.good(first, sums, n)
+        good = right & current
+        if good.all():
+            return n
+        bad = int(good.argmin())
+        if not right[bad]:
+            self._suspect(self._keys[first + bad])
+        return bad
 
 
 NO_ANSWER, INVALIDATED = "the daemon did not answer", "invalidated while it was written"
@@ -339,14 +305,20 @@ class Reservation(_Grant):
 
     def gather(self, i: int, parts: Sequence[Buffer]) -> None:
         """Copies C-contiguous buffers, one after another, into slot i: a whole block."""
-        sources = _parts(parts, f"block {self.wanted[i]}", self._slots.block_bytes)
-        target = self._range(i, 0, self._slots.block_bytes)
-        self._set_checksum(i, arena.gather(target, sources, self._seed(i)))
+        self.gather_all([parts], i)
 
     def gather_all(self, parts: Sequence[Sequence[Buffer]], first: int = 0) -> None:
         """Gathers into the slots from `first` on, one list of parts each."""
-        for at, each in enumerate(parts):
-            self.gather(first + at, each)
+        self._check_range(first, len(parts))
+        if not parts:
+            return
+        size = self._slots.block_bytes
+        flats = [_parts(each, f"block {self.wanted[i]}", size) for i, each in enumerate(parts, first)]
+        end = first + len(parts)
+        keys = [self._keys[i] for i in self.wanted[first:end]]
+        sums = self._slots.copy_in(first, Parts.of(flats), arena.seeds(self._namespace, keys, size))
+        self._checksums[first:end] = memoryview(sums.tobytes()).cast("Q")
+        self._has_checksum[first:end] = b"\x01" * len(parts)
 
     def write(self, i: int, part: Buffer, offset: int = 0) -> None:
         """Copies `part` into slot i at byte `offset`, for instance layer by layer.

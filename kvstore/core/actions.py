@@ -55,6 +55,11 @@ class BlockIds:
         """Returns the key of block i."""
         return bytes(self.words[i].tobytes()[: int(self.key_bytes[i])])
 
+    def keys(self) -> list[bytes]:
+        """Returns the keys of all blocks."""
+        raw, width = self.words.tobytes(), 8 * self.words.shape[1]
+        return [raw[i * width : i * width + n] for i, n in enumerate(self.key_bytes.tolist())]
+
     def only(self, which: npt.NDArray[np.bool_]) -> BlockIds:
         """Returns the ids of some of the blocks."""
         return BlockIds(self.namespace[which], self.words[which], self.key_bytes[which], self.checksum[which])

@@ -246,12 +246,17 @@ class Release(Event):
 
 @dataclass(slots=True)
 class Lookup(KeyedRequest):
-    """Counts the leading keys that are stored and worth loading by `deadline`. See Acquire."""
+    """Counts the leading keys that are stored and worth loading by `deadline`. See Acquire.
+
+    Each key stands for `step` blocks. The blocks of the first `have` keys are not loaded.
+    """
 
     tenant: int = 0
     deadline: float = math.inf
     recompute_s: float = 0.0
     tier: int = 0
+    step: int = 1
+    have: int = 0
 
 
 @dataclass(slots=True)

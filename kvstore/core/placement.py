@@ -90,6 +90,7 @@ class Placement:
         self._jobs: tuple[Job, ...] = (
             self._retries,
             results,
+            self.transfers,
             self.eviction,
             self._publication,
             self._deletion,
@@ -152,7 +153,7 @@ class Placement:
         tenant = self._retries.tenant_of(event) if frees else None
         self._handlers[type(event)](event, now)
         if frees:
-            self.transfers.pump()
+            self.transfers.pump_soon()
             self._publication.answer_settled()
             self._retries.retry_stalled(now, tenant)
         self.copies.start()

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from kvstore import native
 from kvstore.arena import HUGE_BYTES, Extent
 from kvstore.config import SOCKET_PATH_BYTES, Config, format_size, group_limits
 from kvstore.cuda.device import Gpu, resolve, uuids
@@ -71,6 +72,7 @@ def examine(config: Config) -> list[Check]:
     lines = [
         kernel(platform.release()),
         packages(platform.python_version(), {name: _version(name) for name in PACKAGES}),
+        copies(native.IMPLEMENTATION, native.WHY_NOT),
         open_files(resource.getrlimit(resource.RLIMIT_NOFILE), config),
         locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], config.dram.limit),
         memory(Path("/proc/meminfo").read_text(encoding="ascii"), group_limits(), config.dram.limit),
@@ -108,6 +110,12 @@ def packages(python: str, versions: Mapping[str, str | None]) -> Check:
     absent = [name for name, version in versions.items() if version is None]
     level = WARN if absent == ["uvloop"] else FAIL
     return _graded("packages", found, (bool(absent), level, f"pip install {' '.join(absent)}"))
+
+
+def copies(implementation: str, why_not: str) -> Check:
+    """Checks that the C extension copies and verifies blocks. `why_not`: why it does not, else empty."""
+    advice = f"copies are slower ({why_not}): unset KVSTORE_NATIVE, or reinstall beside gcc and Python.h"
+    return _graded("copies", implementation, (bool(why_not), WARN, advice))
 
 
 def open_files(limit: tuple[int, int], config: Config) -> Check:

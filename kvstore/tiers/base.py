@@ -8,7 +8,7 @@ see `kvstore.daemon.runtime.movers`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from kvstore.core.actions import BlockIds, Probe, Where
@@ -87,7 +87,7 @@ class StorageTier(Protocol):
 
 @dataclass(slots=True)
 class BlockIO:
-    """One block to move between memory and a file.
+    """One block to move between memory and a file, or a run of `blocks` that are neighbours in both.
 
     `offset` and the length of `buffer` are multiples of `ALIGN` where `fd` was opened for direct I/O.
     `buffer` is contiguous bytes, writable for a read (`write` False), or memory of a GPU if the engine has
@@ -98,6 +98,13 @@ class BlockIO:
     offset: int
     buffer: Memory
     write: bool
+    blocks: int = field(default=1, kw_only=True)
+
+    def split(self) -> list[BlockIO]:
+        """Returns one I/O for each block of a run."""
+        size = len(self.buffer) // self.blocks
+        starts = range(0, len(self.buffer), size)
+        return [BlockIO(self.fd, self.offset + at, self.buffer[at : at + size], self.write) for at in starts]
 
     def check(self) -> None:
         """Raises MisuseError for a buffer that no engine accepts."""
@@ -122,8 +129,8 @@ class IOEngine(Protocol):
         """Starts to move all blocks and returns at once. The engine keeps the buffers alive meanwhile.
 
         Urgent blocks precede other waiting blocks, except one start in `OTHERS_EVERY`. `done` is called
-        once, on an engine thread, after the last block: one outcome a block, in batch order, None for
-        success. A block moves whole or has an error: EIO for a read past the end of the file, EAGAIN for
+        once, on an engine thread, after the last block: one outcome an I/O, in batch order, None for
+        success. An I/O moves whole or has an error: EIO for a read past the end of the file, EAGAIN for
         all blocks if the queue of this urgency is full. Blocks and batches end in any order. Raises
         MisuseError, and starts nothing, if a block fails its `check`; TierError after `close`.
         """

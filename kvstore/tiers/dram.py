@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,6 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvstore import arena
 from kvstore.arena import HEADER, MAGIC, Extent
 from kvstore.core.actions import BlockIds, Copy, Probe, Where
 from kvstore.core.events import CORRUPT, OK
@@ -27,8 +26,9 @@ from kvstore.errors import TierError
 from kvstore.tiers.base import DEFAULT_OWNER, Ended, Owner, Ready
 from kvstore.tiers.job_thread import ExtentJobs
 from kvstore.tiers.ownership import OwnershipTable
-from kvstore.tiers.results import Done, Results, finish_for_sure, verify
+from kvstore.tiers.results import Done, Results, finish_for_sure, verify_all
 from kvstore.tiers.slot_headers import SlotHeaders
+from kvstore.tiers.slot_views import SlotViews
 from kvstore.types import ALIGN, LABEL_BYTES, Geometry
 
 _log = logging.getLogger(__name__)
@@ -283,14 +283,15 @@ class DramTier:
 
     # -- blocks
 
-    def slots(self, where: Where) -> list[memoryview]:
+    def slots(self, where: Where) -> SlotViews:
         """Returns writable views of whole slots."""
-        out = []
-        for number, index in zip(where.extent.tolist(), where.index.tolist(), strict=True):
-            size = self._cuts[number].slot_bytes
-            start = self._offsets[number] + index * size
-            out.append(self._extents[number].view[start : start + size])
-        return out
+        return SlotViews(where, self._view)
+
+    def _view(self, place: int, count: int) -> memoryview:
+        number, index = place >> 32, place & 0xFFFFFFFF
+        size = self._cuts[number].slot_bytes
+        start = self._offsets[number] + index * size
+        return self._extents[number].view[start : start + count * size]
 
     def drop(self, identity: BlockIds, where: Where) -> None:
         """See `StorageTier.drop`."""
@@ -310,22 +311,19 @@ class DramTier:
     def _verify(
         self,
         identity: BlockIds,
-        slots: list[memoryview],
+        slots: Sequence[memoryview],
         fingerprints: dict[int, bytes],
         lengths: dict[int, int],
         done: Done,
-        sources: list[memoryview] | None = None,
+        sources: Sequence[memoryview] | None = None,
     ) -> None:
         """Verifies slots on a thread, after a copy from `sources` into them."""
-        # Looked up now, because the namespace may be gone when the thread runs.
-        names = [(fingerprints[n], lengths[n]) for n in identity.namespace.tolist()]
+        # Copied now, because the namespace may be gone when the thread runs.
+        numbers = set(identity.namespace.tolist())
+        names, sizes = {n: fingerprints[n] for n in numbers}, {n: lengths[n] for n in numbers}
 
         def find(_: None) -> Results:
-            good = []
-            for i, slot in enumerate(slots):
-                if sources is not None:
-                    arena.copy(slot, sources[i])
-                good.append(verify(identity, i, slot, *names[i]))
+            good = verify_all(identity, range(len(slots)), slots, names, sizes, sources)
             return np.where(good, OK, CORRUPT).astype(np.uint8)
 
         self._checkers.submit(finish_for_sure(len(slots), find, done), None)

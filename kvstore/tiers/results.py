@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore import arena
+from kvstore import arena, native
 from kvstore.core.actions import BlockIds
 from kvstore.core.events import FAILED
 
@@ -27,6 +27,36 @@ def verify(identity: BlockIds, i: int, slot: memoryview, fingerprint: bytes, len
     """Returns whether a slot holds the bytes of block i."""
     seed = arena.seed(fingerprint, identity.key(i), length)
     return arena.checksum(slot[:length], seed) == int(identity.checksum[i])
+
+
+def verify_all(
+    identity: BlockIds,
+    which: Sequence[int],
+    slots: Sequence[memoryview],
+    fingerprints: Mapping[int, bytes],
+    lengths: Mapping[int, int],
+    sources: Sequence[memoryview] | None = None,
+) -> npt.NDArray[np.bool_]:
+    """Returns which of these blocks have their bytes in their slots, after a copy from `sources` if given.
+
+    `slots`, `sources`: by block. `fingerprints`, `lengths`: by namespace. Takes one call without the GIL.
+    """
+    numbers = identity.namespace.tolist()
+    sizes = [lengths[numbers[i]] for i in which]
+    seeds = [
+        arena.seed(fingerprints[numbers[i]], identity.key(i), size)
+        for i, size in zip(which, sizes, strict=True)
+    ]
+    table = native.whole(sizes, np.array(seeds, np.uint64))
+    targets = [slots[i] for i in which]
+    if sources is None:
+        native.sums(targets, table)
+    else:
+        native.copy_out(targets, [sources[i] for i in which], table)
+    sums: npt.NDArray[np.uint64] = table["sum"]
+    expected: npt.NDArray[np.uint64] = identity.checksum[list(which)]
+    good: npt.NDArray[np.bool_] = sums == expected
+    return good
 
 
 def begin_for_sure(n: int, begin: Callable[[Done], None], done: Done) -> None:

@@ -258,12 +258,17 @@ class Lookup(_Read):
     """Asks for the length of the stored prefix. Answered by Found. `recompute_s` 0: `timeout_s` is ignored.
 
     For the hit ratio only: this is the first request for a prompt of `asks` blocks (0: it is not the first),
-    `known` leading keys were counted as found before, and each key stands for `step` blocks.
+    `known` leading keys were counted as found before. Each key stands for `step` blocks.
+
+    Since version 11, with `recompute_s`: blocks that load within `load_s` count (0: within `timeout_s`), and
+    the caller has the blocks of the first `have` keys, which are not loaded.
     """
 
     asks: int = 0
     known: int = 0
     step: int = 1
+    load_s: float = _since(11, 0.0)
+    have: int = _since(11, 0)
 
 
 @_message(6)

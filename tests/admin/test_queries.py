@@ -23,7 +23,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvstore import Client, Layout, config
+from kvstore import Client, Layout, config, native
 from kvstore.admin import app as application
 from kvstore.admin.daemon_state import FRESH_S, _Shared
 from kvstore.daemon.operator.latency import BOUNDS_S, Calls, Histogram
@@ -531,6 +531,7 @@ def test_status_and_tiers_are_those_of_the_command(admin: ServedAdmin, daemon: L
     shown = json.loads(cli("status", "--json", "--socket", str(daemon.socket)).stdout)
     status = admin.get("/v1/status").json
     assert (status["pid"], status["nvme_io"]) == (shown["pid"], shown["nvme_io"])
+    assert status["copies"] == shown["copies"] == native.IMPLEMENTATION
     tiers = admin.get("/v1/tiers").json["tiers"]
     assert [(t["name"], t["limit_bytes"]) for t in tiers] == [
         (t["name"], t["limit_bytes"]) for t in shown["tiers"]

@@ -430,7 +430,7 @@ def test_a_lookup_of_chains_and_others_takes_one_round_trip(driver: Driver, read
     spaces, keys = [client.namespace(new_layout()) for _ in range(4)], [bytes([i, i]) for i in range(100)]
 
     def ask() -> list[Any]:
-        chains = [(ns, keys, prompt) for ns, prompt in zip(spaces[:2], (100, 0), strict=True)]
+        chains = [(ns, keys, prompt, None) for ns, prompt in zip(spaces[:2], (100, 0), strict=True)]
         with client:
             return [client.lookup(chains, [(ns, keys) for ns in spaces[2:]]) for _ in range(2)]
 
@@ -450,8 +450,8 @@ def test_a_lookup_of_chains_and_others_takes_one_round_trip(driver: Driver, read
             reader.send(m.Presence(message.id, bytes([1] * 60 + [0] * 40)))
         reader.send(m.Found(asked[1].id, 7, False, 7))
         reader.send(m.Found(asked[0].id, 9, False, 9))
-    for counts, masks in result.result(DEADLINE_S):
-        assert (counts, [mask.sum() for mask in masks]) == ([9, 7], [60, 60])
+    for prefixes, masks in result.result(DEADLINE_S):
+        assert ([each.blocks for each in prefixes], [mask.sum() for mask in masks]) == ([9, 7], [60, 60])
 
 
 def test_an_answer_to_another_request_ends_the_connection(driver: Driver, reader: Reader) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvstore import Client
+from kvstore import Client, StoredPrefix
 from kvstore.client.calls.presence import NAMESPACES_AT_ONCE
 from kvstore.client.sync import Namespace
 from kvstore.errors import DeniedError, MisuseError
@@ -205,8 +205,10 @@ def test_a_lookup_answers_for_chains_and_others_and_counts_each_prompt_once(
     with Client(client.path, deadline_s=10) as other:
         for others in ([(ns, keys), (ns, keys[:2])], []):
             before = figures(other)
-            counts, masks = client.lookup([(whole, keys, 40), (part, keys, 0), (part, [], 3)], others)
-            assert counts == [25, 12, 0]
+            prefixes, masks = client.lookup(
+                [(whole, keys, 40, None), (part, keys, 0, None), (part, [], 3, None)], others
+            )
+            assert [each.blocks for each in prefixes] == [25, 12, 0]
             expected = [[i % 3 == 1 for i in range(40)], [False, True]]
             assert [mask.tolist() for mask in masks] == expected[: len(others)]
             assert since(before, figures(other)) == {"requested": 43, "found": 25, "missed": 18}
@@ -219,8 +221,9 @@ def test_a_refused_chain_has_no_keys_and_the_others_have_theirs(driver: Driver, 
     def ask(client: Client) -> tuple[list[int], list[list[bool]]]:
         mine, theirs = client.namespace(new_layout()), client.namespace(new_layout(), owner="nobody")
         mine.put(keys, payloads(keys))
-        counts, masks = client.lookup([(theirs, keys, 0), (mine, keys, 0)], [(theirs, keys), (mine, keys)])
-        return counts, [mask.tolist() for mask in masks]
+        chains = [(theirs, keys, 0, None), (mine, keys, 0, None)]
+        prefixes, masks = client.lookup(chains, [(theirs, keys), (mine, keys)])
+        return [each.blocks for each in prefixes], [mask.tolist() for mask in masks]
 
     with driver.client(daemon.url, deadline_s=10) as client:
         assert ask(client) == ([0, 3], [[False] * 3, [True] * 3])
@@ -234,8 +237,8 @@ def test_a_refused_chain_has_no_keys_and_the_others_have_theirs(driver: Driver, 
 def test_a_lookup_without_a_daemon_is_a_miss_for_all(driver: Driver) -> None:
     with driver.client("unix:///nowhere/kvstore.sock") as client:
         ns = client.namespace(new_layout())
-        counts, masks = client.lookup([(ns, names(2), 2)], [(ns, names(3))], deadline_s=0.5)
-        assert (counts, [mask.tolist() for mask in masks]) == ([0], [[False] * 3])
+        prefixes, masks = client.lookup([(ns, names(2), 2, None)], [(ns, names(3))], deadline_s=0.5)
+        assert (prefixes, [mask.tolist() for mask in masks]) == ([StoredPrefix()], [[False] * 3])
 
 
 @pytest.mark.parametrize("kind", ["chain", "independent"])

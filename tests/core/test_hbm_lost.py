@@ -30,7 +30,7 @@ def test_blocks_only_in_a_lost_pool_are_misses() -> None:
     assert w.p.residency.blocks.used == 0
     w.pass_time(1)
     assert w.left == [gpu]
-    decided = w.p.residency.decisions.of(int(w.p.residency.index.fingerprints_of(joined(keys))[0]))[1]
+    decided = w.p.residency.decisions.of(joined(keys).words[0], joined(keys).size)[1]
     assert [(d.what, d.tier) for d in decided] == [(DecisionKind.LOST, gpu)]
     w.settle()
 

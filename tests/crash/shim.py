@@ -12,13 +12,15 @@ STEP is `name:n`, the n-th call of
 
 or `*`: every call of the first four while the file FAULT_FILE (--while) exists. FAULT is `kill` (SIGKILL),
 `torn` (half of the bytes are written, then SIGKILL), `hang` (with --while: reads too, each step waits until
-the file is gone) or an errno such as EIO. `--log` gets a line a step.
+the file is gone), `slow` (with --while: reads and writes share the bytes/s in the file) or an errno such as
+EIO. `--log` gets a line a step.
 `--clock` names a file with seconds that `time.time` is off.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import os
 import signal
@@ -44,11 +46,20 @@ class Steps:
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
 
+    def move(self, nbytes: int) -> None:
+        """Takes as long as the slow device needs for these bytes, one call after the other."""
+        if self._fault != "slow" or self._while is None:
+            return
+        with self._lock, contextlib.suppress(FileNotFoundError, ValueError):
+            time.sleep(nbytes / float(self._while.read_text()))
+
     def reach(self, name: str, torn: Any = None) -> None:
         """One more step of this name. Raises OSError, or does not return, if it is the one to fail.
 
         `torn` does half of what the step does.
         """
+        if self._fault == "slow":
+            return
         if self._fault == "hang":
             while self._while is not None and self._while.exists():
                 time.sleep(0.001)
@@ -81,6 +92,7 @@ def _hook_device(steps: Steps) -> None:
             pwritev(fd, (buffer[: max(4096, len(buffer) // 8192 * 4096)],), offset)
 
         steps.reach("pwritev", half)
+        steps.move(sum(len(buffer) for buffer in buffers))
         return pwritev(fd, buffers, offset)
 
     def shimmed_fdatasync(fd: int) -> None:
@@ -95,6 +107,7 @@ def _hook_reads(steps: Steps) -> None:
 
     def shimmed_preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         steps.reach("preadv")
+        steps.move(sum(len(buffer) for buffer in buffers))
         return preadv(fd, buffers, offset)
 
     os.preadv = shimmed_preadv  # type: ignore[assignment]
@@ -142,7 +155,7 @@ def main() -> None:
         _hook_clock(options.clock)
     steps = Steps(options.at, options.do, options.log, options.whenever)
     _hook_device(steps)
-    if options.do == "hang":
+    if options.do in ("hang", "slow"):
         _hook_reads(steps)
     _hook_records(steps)
     from kvstore.cli import app  # noqa: PLC0415 - after the hooks

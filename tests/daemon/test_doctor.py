@@ -55,6 +55,11 @@ def test_packages() -> None:
     told(doctor.packages("3.11.7", {"numpy": "2.0", "lmdb": None}), FAIL, "pip install lmdb")
 
 
+def test_copies() -> None:
+    told(doctor.copies("native, AVX2", ""), OK, "native, AVX2")
+    told(doctor.copies("numpy and xxhash", "KVSTORE_NATIVE=0"), WARN, "numpy", "unset KVSTORE_NATIVE", "gcc")
+
+
 @pytest.mark.parametrize(
     ("soft", "level"), [(-1, OK), (NEED, OK), (NEED - 1, WARN), (NEED - 100, WARN), (NEED - 101, FAIL)]
 )

@@ -57,7 +57,9 @@ def copy_of_sources(folder: Path, what: tuple[str, ...] = SOURCES) -> Path:
     for name in what:
         source, target = ROOT / name, folder / name
         if source.is_dir():
-            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+            shutil.copytree(
+                source, target, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "*.so")
+            )
         else:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(source, target)

@@ -18,6 +18,9 @@ from tests.packaging.sources import MINORS, ROOT, SOURCES, answers, copy_of_sour
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NAME = f"{PROJECT['name']}-{PROJECT['version']}"
+WHEEL = f"{NAME}-cp311-abi3-linux_{os.uname().machine}.whl"
+"""One for every Python from 3.11 on."""
+EXTENSION = "kvstore/native/_native.abi3.so"
 PRIVATE = (".env", ".venv/lib.py", "tests/test_local.py", "kvstore/__pycache__/old.pyc", "trace.jsonl")
 ROUND_TRIP = """
 from kvstore import Client, Layout
@@ -36,7 +39,7 @@ def modules(root: Path) -> set[str]:
     """Returns the files below the packages of a source folder, without notes for developers and byte code."""
     bases = (root / "kvstore", *(root / "connectors").glob("kvstore_*"))
     files = [file.relative_to(base.parent) for base in bases for file in base.rglob("*") if file.is_file()]
-    return {path.as_posix() for path in files if path.suffix not in (".md", ".pyc")}
+    return {path.as_posix() for path in files if path.suffix not in (".md", ".pyc", ".so")}
 
 
 @pytest.fixture(scope="module")
@@ -48,20 +51,24 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (source / private).write_text("private")
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", "out", ".", cwd=source)
     assert sorted(file.name for file in (source / "out").iterdir()) == [
-        f"{NAME}-py3-none-any.whl",
+        WHEEL,
         f"{NAME}.tar.gz",
     ]
     return source / "out"
 
 
 def test_the_wheel_has_every_file_of_the_packages_and_nothing_else(dist: Path) -> None:
-    with zipfile.ZipFile(dist / f"{NAME}-py3-none-any.whl") as wheel:
+    with zipfile.ZipFile(dist / WHEEL) as wheel:
         files = {name for name in wheel.namelist() if not name.startswith(f"{NAME}.dist-info/")}
         licenses = wheel.read(f"{NAME}.dist-info/licenses/LICENSE").decode()
         metadata = Parser().parsestr(wheel.read(f"{NAME}.dist-info/METADATA").decode())
-    assert files == modules(ROOT)
+    assert files == modules(ROOT) | {EXTENSION}
     typed = {"kvstore/py.typed", "kvstore_vllm/py.typed", "kvstore_transformers/py.typed"}
-    assert files >= typed | {"kvstore/admin/page/index.html", "kvstore/cuda/kernels.cu"}
+    assert files >= typed | {
+        "kvstore/admin/page/index.html",
+        "kvstore/cuda/kernels.cu",
+        "kvstore/native/module.c",
+    }
     assert licenses == (ROOT / "LICENSE").read_text()
     assert (metadata["License-Expression"], metadata["Requires-Python"]) == ("Apache-2.0", ">=3.11")
     assert str(metadata.get_payload()).strip() == (ROOT / "README.md").read_text().strip()
@@ -119,7 +126,7 @@ def installed(request: pytest.FixtureRequest, dist: Path, tmp_path_factory: pyte
     folder = tmp_path_factory.mktemp(f"python{request.param}")
     run(PYTHONS[request.param], "-m", "venv", str(folder / "venv"))
     pip = [str(folder / "venv/bin/python"), "-m", "pip", "--disable-pip-version-check"]
-    run(*pip, "install", "--quiet", str(dist / f"{NAME}-py3-none-any.whl"))
+    run(*pip, "install", "--quiet", str(dist / WHEEL))
     run(*pip, "check")
     return folder / "venv/bin"
 
@@ -129,6 +136,32 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty working folder outside the clone."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def test_without_a_compiler_the_extension_is_left_out(tmp_path: Path) -> None:
+    source = copy_of_sources(tmp_path)
+    run(
+        *(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", "out", "."),
+        cwd=source,
+        env=os.environ | {"CC": "/nonexistent/cc"},
+    )
+    [wheel] = (source / "out").iterdir()
+    with zipfile.ZipFile(wheel) as archive:
+        assert set(archive.namelist()) >= modules(ROOT)
+        assert EXTENSION not in archive.namelist()
+
+
+@pytest.mark.parametrize("cc", ["", "/nonexistent/cc"], ids=["compiler", "no compiler"])
+def test_an_editable_install_has_the_extension_if_there_is_a_compiler(tmp_path: Path, cc: str) -> None:
+    source = copy_of_sources(tmp_path / "source")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
+    options = ["--no-build-isolation", "--ignore-installed", "--prefix", str(tmp_path / "prefix")]
+    run(*pip, *options, "--editable", ".", cwd=source, env=os.environ | ({"CC": cc} if cc else {}))
+    assert (source / EXTENSION).exists() == (not cc)
+    script = "from kvstore import native; print(native.__file__, native.IMPLEMENTATION)"
+    ran = run(sys.executable, "-c", script, cwd=source)
+    assert str(source) in ran
+    assert ("numpy and xxhash" in ran) == bool(cc)
 
 
 @pytest.mark.long

@@ -62,10 +62,13 @@ class SimExtent:
     """What a client has mapped of a GPU. See `kvstore.client.extents.DeviceExtent`."""
 
     def __init__(self, memory: bytearray) -> None:
-        self.memory = memory
+        self._memory = memory
+
+    def memory(self, slot_bytes: int) -> tuple[bytearray, int]:
+        return self._memory, 0
 
     def payload(self, slot_bytes: int, index: int, nbytes: int) -> memoryview:
-        return memoryview(self.memory)[index * slot_bytes : index * slot_bytes + nbytes]
+        return memoryview(self._memory)[index * slot_bytes : index * slot_bytes + nbytes]
 
 
 class SimLease(Lease):
@@ -77,15 +80,6 @@ class SimLease(Lease):
         super().__init__(*parts, **more)
         if self.in_hbm:
             self.gpu.happened["blocks read from a pool"] += len(self)
-
-    def _is_good(self, i: int, digest: Callable[[int, int], int]) -> bool:
-        if not self.in_hbm:
-            return super()._is_good(i, digest)
-        seed = arena.seed(self._namespace, self._keys[i], self._slots.block_bytes)
-        good = digest(i, seed) == self._slots.checksum(i)
-        if not good:
-            self._suspect(self._keys[i])
-        return good
 
 
 class SimReservation(Reservation):

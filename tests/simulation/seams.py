@@ -14,6 +14,7 @@ from kvstore.client import connection as client_connection
 from kvstore.client.calls import call, namespace, reads, scope, writes
 from kvstore.client.leases import Reservation
 from kvstore.config import Config
+from kvstore.core.transfers import transfers
 from kvstore.daemon import composition, lifecycle
 from kvstore.daemon.operator import devices, resizing
 from kvstore.daemon.runtime import tier_actions
@@ -79,6 +80,8 @@ def in_simulation(world: Any) -> Iterator[None]:
                         stack.enter_context(mock.patch.object(module, name, stand_in))
         stack.enter_context(mock.patch.object(connection, "_numbers", iter(range(1, 1 << 30))))
         stack.enter_context(mock.patch.object(journal, "GROUP_RECORDS", world.dice.choice((4, 8192))))
+        # So that small commits start their writes in a step of their own.
+        stack.enter_context(mock.patch.object(transfers, "_AT_ONCE", world.dice.choice((0, 32))))
         logger.addHandler(errors)
         logger.setLevel(logging.ERROR)
         logger.propagate = False

@@ -12,7 +12,8 @@ from kvstore.client.calls.call import Call, Exchange, Flow, R, call
 from kvstore.client.calls.presence import contains_all
 from kvstore.client.calls.reads import LookedUp, check_sample, lookup_all
 from kvstore.client.calls.scope import Chain, Scoped, checked, scope_of, value_of
-from kvstore.client.checks import check_deadline, check_names, check_owner, recompute_s
+from kvstore.client.checks import check_deadline, check_estimate, check_names, check_owner, recompute_s
+from kvstore.client.estimates import Estimate, StoredPrefix
 from kvstore.types import EXPLAIN_KEYS, Key, check_tenant
 from kvstore.wire import messages as m
 
@@ -26,33 +27,39 @@ class ClientCalls:
     @call
     def lookup(
         self,
-        chains: Sequence[tuple[Scoped, Sequence[Key], int | None]],
+        chains: Sequence[tuple[Scoped, Sequence[Key], int | None, Estimate | None]],
         others: Sequence[tuple[Scoped, Sequence[Key]]] = (),
         deadline_s: float | None = None,
     ) -> Call[LookedUp]:
         """Looks up prompts in several namespaces, and asks others which keys they have, in one round trip.
 
-        A chain is a namespace of this client, its keys, and `prompt`, see the `lookup` of a namespace. The
-        result has how many leading keys of each chain are stored, and an array of bools for each of `others`,
+        A chain is a namespace of this client, its keys, `prompt`, see the `lookup` of a namespace, and an
+        estimate. The result has a StoredPrefix for each chain, and an array of bools for each of `others`,
         see `contains`. One more round trip is needed if a namespace is not open yet, and for chains of 512
         keys or more (beside `others`: of more keys than one request has). A namespace that the daemon refuses
         has no keys (raises DeniedError if strict).
+
+        An Estimate is for engines that know their own speed (None: the speed of the client counts). The
+        daemon estimates the load time from the bandwidth and the queue of each device, and finds the end that
+        saves the most time. Where a sample of the keys is sent, that end is off by up to the square root of
+        their number. With a daemon of version 10 of the wire or older, all stored blocks count.
         """
+        speed = self.recompute_tokens_per_s
         asked = [
             (
                 scope_of(namespace, self),
                 keys,
-                recompute_s(namespace.layout, self.recompute_tokens_per_s),
                 prompt,
+                check_estimate(estimate) if estimate else Estimate(recompute_s(namespace.layout, speed)),
             )
-            for namespace, keys, prompt in chains
+            for namespace, keys, prompt, estimate in chains
         ]
-        for namespace, keys, _ in chains:
+        for namespace, keys, *_ in chains:
             check_sample(namespace.layout, keys)
         also = [(scope_of(namespace, self), Chain(keys)) for namespace, keys in others]
 
         def miss() -> LookedUp:
-            return [0 for _ in asked], [np.zeros(len(chain), np.bool_) for _, chain in also]
+            return [StoredPrefix() for _ in asked], [np.zeros(len(chain), np.bool_) for _, chain in also]
 
         return Call(lambda exchange: lookup_all(exchange, asked, also, self.strict), deadline_s, miss)
 

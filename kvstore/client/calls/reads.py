@@ -21,9 +21,11 @@ from kvstore.client.calls.scope import (
     value_of,
 )
 from kvstore.client.checks import check_device, check_out, check_speed, recompute_s, with_wait
+from kvstore.client.estimates import UNKNOWN, Estimate, StoredPrefix
 from kvstore.client.gpu import DeviceLease
-from kvstore.client.leases import Buffer, Lease, Slots
+from kvstore.client.leases import Buffer, Lease
 from kvstore.client.prompts import PromptRequests
+from kvstore.client.slots import Slots
 from kvstore.cuda.device import Gpu
 from kvstore.errors import DeniedError, TierError
 from kvstore.types import SLOT_RECORD, Key, Layout, check_keys
@@ -31,9 +33,11 @@ from kvstore.wire import messages as m
 
 SAMPLE_FROM = 512
 """A lookup of at least this number of keys sends a sample of them first."""
+ESTIMATES_SINCE = 11
+"""The version of the wire that introduced the load time and the blocks that the caller has."""
 
-LookedUp = tuple[list[int], list[Mask]]
-"""The leading stored keys of each chain, and which keys of each other namespace are stored."""
+LookedUp = tuple[list[StoredPrefix], list[Mask]]
+"""The stored prefix of each chain, and which keys of each other namespace are stored."""
 
 
 class ReadCalls(Scoped):
@@ -147,68 +151,82 @@ def check_sample(layout: Layout, keys: Sequence[Key]) -> None:
 
 
 def lookup(
+    exchange: Exchange, scope: Scope, keys: Sequence[Key], recompute_s: float = 0.0, prompt: int | None = None
+) -> Flow[int]:
+    """Returns the length of the stored prefix; with `recompute_s`, of the part that is worth loading."""
+    found = yield from find_prefix(exchange, scope, keys, prompt, Estimate(recompute_s))
+    return found.worth_loading
+
+
+def find_prefix(
     exchange: Exchange,
     scope: Scope,
     keys: Sequence[Key],
-    recompute_s: float = 0.0,
-    prompt: int | None = None,
+    prompt: int | None,
+    estimate: Estimate,
     at_once: bool = False,
-) -> Flow[int]:
-    """Returns the length of the stored prefix; with `recompute_s`, of the part that is worth loading.
+) -> Flow[StoredPrefix]:
+    """Returns the length of the stored prefix, and of its part that is worth loading.
 
     The parent of a stored block is stored. So a lookup of a long prompt first sends every k-th key, then the
     keys between the last one found and the next: two short requests instead of a long one. It sends all keys
-    if parents are missing, if the load time matters, if the blocks are independent, or if one request has
-    room for them and the caller wants the answer `at_once`.
+    if parents are missing, if the blocks are independent, for an exact estimate, or if one request has room
+    for them and the caller wants the answer `at_once`.
     """
     namespace, _ = yield from open_namespace(exchange, scope)
     requests = scope.prompts.of_lookup(scope.name, keys, prompt)
+    if estimate.load_s and exchange.protocol.version < ESTIMATES_SINCE:
+        estimate = UNKNOWN
 
-    def message(some: Sequence[Key], known: int, step: int = 1) -> m.Lookup:
+    def message(at: int, some: Sequence[Key], known: int, guess: Estimate, step: int = 1) -> m.Lookup:
         joined, size = check_keys(some)
-        left_s, new_blocks = exchange.left_s(), requests.new_blocks
-        return m.Lookup(0, namespace, size, joined, left_s, recompute_s, "", new_blocks, known, step)
+        left_s, new, have = exchange.left_s(), requests.new_blocks, max(0, guess.have - at) // step
+        return m.Lookup(
+            0, namespace, size, joined, left_s, guess.recompute_s, "", new, known, step, guess.load_s, have
+        )
 
-    def found_of(at: int, some: Sequence[Key]) -> Flow[int]:
-        answer = yield message(some, requests.known(at))
+    def found_of(at: int, some: Sequence[Key], guess: Estimate) -> Flow[StoredPrefix]:
+        answer = yield message(at, some, requests.known(at), guess)
         _note(requests, at, answer)
-        return value_of(answer)
+        return _found(answer)
 
     if not keys and requests.new_blocks:
-        return (yield from found_of(0, keys))
+        return (yield from found_of(0, keys, estimate))
     batch = exchange.protocol.batch_keys
     in_one = scope.layout.independent or (at_once and len(keys) <= batch)
     step = 0 if in_one else int(len(keys) ** 0.5)
-    if step and len(keys) >= SAMPLE_FROM and step + 2 < batch and not recompute_s:
-        answer = yield message(keys[step - 1 :: step], -(-requests.known() // step), step)
-        start = value_of(answer) * step
-        requests.note_answer(0, 0 if answer.gaps else start)
+    if step and len(keys) >= SAMPLE_FROM and step + 2 < batch and not estimate.exact:
+        known = -(-requests.known() // step)
+        answer = yield message(0, keys[step - 1 :: step], known, estimate, step)
+        found = _found(answer).times(step)
+        requests.note_answer(0, 0 if answer.gaps else found.blocks)
         if not answer.gaps:
-            rest = keys[start : start + step - 1]
-            return start + ((yield from found_of(start, rest)) if rest else 0)
-    total = 0
+            rest = keys[found.blocks : found.blocks + step - 1]
+            guess = UNKNOWN if found.is_cut else estimate
+            return found.then((yield from found_of(found.blocks, rest, guess))) if rest else found
+    found = StoredPrefix()
     for at in range(0, len(keys), batch):
         some = keys[at : at + batch]
-        found = yield from found_of(at, some)
-        total += found
-        if found < len(some):
+        more = yield from found_of(at, some, UNKNOWN if found.is_cut else estimate)
+        found = found.then(more)
+        if more.blocks < len(some):
             break
-    return total
+    return found
 
 
 def lookup_all(
     exchange: Exchange,
-    chains: Sequence[tuple[Scope, Sequence[Key], float, int | None]],
+    chains: Sequence[tuple[Scope, Sequence[Key], int | None, Estimate]],
     others: Sequence[tuple[Scope, Chain]],
     strict: bool,
 ) -> Flow[LookedUp]:
     """Looks up chains, and asks which keys others have, side by side. Refused ones have none unless `strict`.
 
-    A chain has the arguments of `lookup`. Beside others, all keys of a chain are sent: theirs are too.
+    A chain has the arguments of `find_prefix`. Beside others, all keys of a chain are sent: theirs are too.
     """
     at_once = bool(others)
     flows: list[Flow[Any]] = [
-        _unless_refused(lookup(exchange, *chain, at_once), 0, strict) for chain in chains
+        _unless_refused(find_prefix(exchange, *chain, at_once), StoredPrefix(), strict) for chain in chains
     ]
     if others:
         none = [np.zeros(len(chain), np.bool_) for _, chain in others]
@@ -348,6 +366,12 @@ def get(
     requests.note_delivery(at, 0)
     scope.prompts.end_acquire(requests)
     return at
+
+
+def _found(answer: Any) -> StoredPrefix:
+    """Returns what an answer to a lookup says. Raises DeniedError if the daemon refuses."""
+    worth = value_of(answer)
+    return StoredPrefix(max(worth, answer.stored), worth)
 
 
 def _note(requests: PromptRequests, at: int, answer: Any) -> None:

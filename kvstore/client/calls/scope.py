@@ -11,8 +11,8 @@ import numpy as np
 
 from kvstore.client.calls.call import Call, Exchange, Flow, Work
 from kvstore.client.gpu import open_extent
-from kvstore.client.leases import Slots
 from kvstore.client.prompts import Prompts
+from kvstore.client.slots import Slots
 from kvstore.errors import DeniedError, MisuseError
 from kvstore.types import HBM_EXTENTS, SLOT_RECORD, Key, Layout, check_keys
 from kvstore.wire import messages as m

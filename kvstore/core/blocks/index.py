@@ -112,17 +112,6 @@ class Index:
             )
         return self._hash(starts, blocks.words[rows])
 
-    def fingerprints(self, rows: Rows) -> U64:
-        """Returns a secret hash of each row's key, which does not depend on the namespace."""
-        with np.errstate(over="ignore"):
-            starts = self._blocks.key_bytes[rows].astype(np.uint64) * np.uint64(self._size_factor)
-            starts += np.uint64(1)
-        return self._hash(starts, self._blocks.words[rows])
-
-    def fingerprints_of(self, keys: Keys) -> U64:
-        """Returns the same for keys."""
-        return self._hash_keys(0, keys)
-
     # -- finding
 
     def find(self, namespace: int, keys: Keys) -> Rows:

@@ -25,6 +25,12 @@ class Keys:
     def __getitem__(self, i: int) -> bytes:
         return self.raw[i * self.size : (i + 1) * self.size]
 
+    @property
+    def distinct(self) -> bool:
+        """Whether no key occurs twice."""
+        raw, size = self.raw, self.size
+        return len({raw[at : at + size] for at in range(0, len(raw), size)}) == self.n
+
     def take(self, start: int, stop: int) -> Keys:
         """Returns the keys from `start` up to `stop`."""
         return Keys(self.raw[start * self.size : stop * self.size], self.size)

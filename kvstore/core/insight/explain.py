@@ -32,13 +32,12 @@ def explain(residency: Residency, event: ev.Explain, now: float) -> None:
         hint = f"at most {EXPLAIN_KEYS} keys and {MOST_NAMESPACES} namespaces a call: name tenant or model"
         r.outbox.actions.append(Deny(event.request, why, hint))
         return
-    marks = r.index.fingerprints_of(event.keys).tolist()
     # Records of a closed namespace are skipped, because its number may be reused.
     known = [n for n in namespaces if n in r.namespaces and not r.namespaces[n].closed]
     rows = [r.index.find(n, event.keys).tolist() for n in known]
     blocks = []
-    for i, mark in enumerate(marks):
-        decisions = r.decisions.of(mark)
+    for i, words in enumerate(event.keys.words):
+        decisions = r.decisions.of(words, event.keys.size)
         for j, number in enumerate(known):
             row, decided = rows[j][i], decisions.get(number, [])
             if row >= 0 or decided:

@@ -35,6 +35,7 @@ _OPEN_FOR_S = 30.0
 _FENCED_AFTER_S = 5.0
 _MEMORY_S = 1.0
 _FORGIVEN_S = 5.0
+_TRIED_S = 60.0
 _FIRST_GUESS = 1e9
 MEASURED_BYTES = 4 << 20
 
@@ -99,6 +100,7 @@ class DeviceQueue:
         self.writes, self.reads = Breaker(), Breaker()
         self._bandwidth = self._best = _FIRST_GUESS
         self._measured_at = -math.inf
+        self._forgiven_s = _FORGIVEN_S
         self._busy_since = 0.0
         self._bytes_done = 0
 
@@ -176,9 +178,14 @@ class DeviceQueue:
         self._measure(now, moved_bytes)
 
     def bandwidth(self, now: float) -> float:
-        """Returns the measured bandwidth in bytes/s. A slow measurement recovers as it gets older."""
+        """Returns the measured bandwidth in bytes/s. A slow measurement recovers as it gets older.
+
+        It doubles every 5 s up to the best one, more slowly if a device that was tried again was slow again,
+        and every 60 s up to the initial guess: a device that was never fast is tried now and then.
+        """
         age = max(0.0, now - self._measured_at)
-        return float(min(self._best, self._bandwidth * 2.0 ** min(age / _FORGIVEN_S, 60.0)))
+        again = min(self._best, self._bandwidth * 2.0 ** min(age / self._forgiven_s, 60.0))
+        return float(max(again, min(_FIRST_GUESS, self._bandwidth * 2.0 ** min(age / _TRIED_S, 60.0))))
 
     def _measure(self, now: float, nbytes: int) -> None:
         """Measures the bandwidth while the device is busy. The last second has the largest weight."""
@@ -191,10 +198,19 @@ class DeviceQueue:
                 # Short measurements have little weight, but the first one replaces the initial guess.
                 first = self._measured_at == -math.inf
                 share = 1.0 if first else min(1.0, took / _MEMORY_S)
-                self._bandwidth += share * (self._bytes_done / took - self._bandwidth)
+                expected, measured = self.bandwidth(self._busy_since), self._bytes_done / took
+                self._forgiven_s = self._patience_after(expected, measured)
+                self._bandwidth = expected + share * (measured - expected)
                 self._best = self._bandwidth if first else max(self._best, self._bandwidth)
                 self._measured_at = now
             self._busy_since, self._bytes_done = now, 0
+
+    def _patience_after(self, expected: float, measured: float) -> float:
+        """Returns in what time (s) a slow measurement doubles: longer after each vain try."""
+        if measured >= expected:
+            return _FORGIVEN_S
+        tried_in_vain = max(self._bandwidth, measured) < expected / 2
+        return min(_TRIED_S, 2 * self._forgiven_s) if tried_in_vain else self._forgiven_s
 
     def wait_s(self, now: float, tenant: int, nbytes: int) -> float:
         """Returns the time (s) to read more bytes on demand for a tenant, with the turns of other tenants."""

@@ -108,11 +108,17 @@ class Reads:
             stored = Stored(spread(self._sampled(event, found), found))
         else:
             rows, at = self._readable(event, namespace), self._leases.tier_for(event, namespace, event.tenant)
-            found = self._transfers.worth(
-                namespace, rows, event.tenant, event.deadline, event.recompute_s, at
-            )
+            # A sample of the keys does not count if blocks may be missing between them.
+            sampled = gaps and event.step > 1
+            found = len(rows) if sampled else self._worth_looked_up(event, namespace, rows, at)
             stored = Stored(self._by_tier(rows, at), unworthy=len(rows) - found)
         self._leases.say(Found(event.request, found, gaps, stored))
+
+    def _worth_looked_up(self, event: ev.Lookup, namespace: Namespace, rows: Rows, at: int) -> int:
+        """Returns how many of the leading rows that a lookup found are worth loading to the tier `at`."""
+        return self._transfers.worth(
+            namespace, rows, event.tenant, event.deadline, event.recompute_s, at, event.step, event.have
+        )
 
     def _sampled(self, event: ev.Lookup, found: int) -> dict[int, int]:
         """Returns the tiers of some of the `found` leading keys; of all if their rows are consecutive."""

@@ -62,7 +62,7 @@ class Writes:
         if keys.n > self._leases.limits.reserve_keys:
             hint = f"at most {self._leases.limits.reserve_keys} keys a reservation"
             return deny(event.request, f"{keys.n} keys in one reservation", hint)
-        if len({keys[i] for i in range(keys.n)}) != keys.n:
+        if not keys.distinct:
             return deny(event.request, "a key occurs twice in one call", "name each block once")
         if event.parent and namespace.independent:
             why = "blocks of an independent namespace have no parent"
@@ -105,7 +105,8 @@ class Writes:
                 if self._eviction.has_idle(event.tier, namespace.pools[event.tier]):
                     why = WORTH_LESS
             self._give_slots(chain, want[:n], why)
-        r.chains.prune(np.unique(np.append(rows, parent)))
+        if r.chains.holes[event.namespace]:
+            r.chains.prune(np.unique(np.append(rows, parent)))
         return None
 
     def _chain_of(self, asked: ev.Reserve | Reservation) -> int:
@@ -133,7 +134,7 @@ class Writes:
         """
         r, event, namespace = self._r, chain.event, chain.namespace
         earn = self._earn(chain, want, now)
-        guarded = np.unique(np.append(chain.rows, (chain.before, chain.of)))
+        guarded = np.append(chain.rows, (chain.before, chain.of))
         guarded = guarded[guarded >= 0]
         r.blocks.children[guarded] += 1
         self._eviction.make_rows(int((chain.rows < 0).sum()), namespace.tenant)

@@ -70,12 +70,13 @@ class Chains(Job):
         done, look = 0, _RUN
         while row >= 0 and done < _LONGEST_CHAIN:
             first = max(0, row - look)
-            behind = self._blocks.parent[first + 1 : row + 1] == np.arange(first, row)
-            breaks = np.flatnonzero(~behind)
-            start = first + 1 + int(breaks[-1]) if len(breaks) else first
+            breaks = self._blocks.parent[row:first:-1] != np.arange(row - 1, first - 1, -1)
+            n = int(breaks.argmax()) if row > first else 0
+            broken = row > first and breaks[n]
+            start = row - n if broken else first
             yield start, row
             done += row + 1 - start
-            look = _RUN if len(breaks) else 2 * look
+            look = _RUN if broken else 2 * look
             row = self._parent_of[start]
 
     def link(self, rows: Rows, parents: Rows) -> None:

@@ -1,7 +1,7 @@
 """A ring of the latest decisions about blocks: evicted, refused, not written to a lower tier, and so on.
 
-A record names its block by the key and by a secret hash of the key. To look up a key, the whole ring is read,
-because this is rare. Newer records are read page by page.
+To look up a key, the keys of the whole ring are compared, because this is rare. Newer records are read page
+by page.
 
 Not covered: why a policy ordered blocks as it did. A record has the expected reuse, if it is known.
 """
@@ -18,13 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.blocks.block_table import Blocks, Rows
-from kvstore.core.blocks.index import Index
 from kvstore.core.blocks.key_batch import Keys, Words
+from kvstore.core.reuse.classes import CLASS_MASK
 from kvstore.core.reuse.reuse import Reuse
 from kvstore.types import MAX_KEY_BYTES
 
 CAPACITY = 1 << 16
-"""Records in the ring: 90 bytes each, 5.6 MiB in all."""
+"""Records in the ring: 82 bytes each, 5.1 MiB in all."""
 
 EVERY_TIER = 0xFF
 NO_CLASS = 0xFF
@@ -94,24 +94,22 @@ _RECORD = np.dtype(
 
 
 class Decisions:
-    """The latest `capacity` decisions about blocks of one index.
+    """The latest `capacity` decisions about blocks.
 
     `blocks_by_what` counts blocks since the start, by kind of decision and tier (or `EVERY_TIER`). `written`
     counts all records.
     """
 
-    def __init__(self, blocks: Blocks, index: Index, reuse: Reuse, capacity: int = CAPACITY) -> None:
+    def __init__(self, blocks: Blocks, reuse: Reuse, capacity: int = CAPACITY) -> None:
         self._blocks = blocks
-        self._index = index
         self._reuse = reuse
-        self._who = np.zeros(capacity, np.uint64)
         self._records = np.zeros(capacity, _RECORD)
         self._keys = np.zeros((capacity, MAX_KEY_BYTES // 8), np.uint64)
         self.written = 0
         self.blocks_by_what: Counter[tuple[DecisionKind, int]] = Counter()
 
     def __len__(self) -> int:
-        return min(self.written, len(self._who))
+        return min(self.written, len(self._records))
 
     def record(self, what: DecisionKind, tier: int, rows: Rows, now: float, tenant: int = NOBODY) -> None:
         """Records a decision about rows, which still have their keys, in a tier (or `EVERY_TIER`).
@@ -122,9 +120,8 @@ class Decisions:
             kinds, score = self._reuse.history.kinds(rows), np.full(len(rows), np.nan, np.float32)
             if tenant != NOBODY:
                 score = self._reuse.density(tenant, kinds, self._reuse.history.last_used(rows), now)
-            marks, namespaces = self._index.fingerprints(rows), self._blocks.namespace[rows]
-            about = marks, self._blocks.words[rows], self._blocks.key_bytes[rows]
-            self._append(what, tier, namespaces, about, now, score, self._reuse.history.classes(rows))
+            about = self._blocks.words[rows], self._blocks.key_bytes[rows]
+            self._append(what, tier, self._blocks.namespace[rows], about, now, score, kinds & CLASS_MASK)
 
     def record_keys(
         self,
@@ -137,7 +134,7 @@ class Decisions:
     ) -> None:
         """Records a decision about the keys that `which` marks. They may have no rows."""
         if which.any():
-            about = self._index.fingerprints_of(keys)[which], keys.words[which], keys.size
+            about = keys.words[which], keys.size
             self._append(what, tier, namespace, about, now, math.nan, NO_CLASS)
 
     def _append(
@@ -145,38 +142,40 @@ class Decisions:
         what: DecisionKind,
         tier: int,
         namespaces: int | npt.NDArray[np.uint16],
-        about: tuple[npt.NDArray[np.uint64], Words, int | npt.NDArray[np.uint8]],
+        about: tuple[Words, int | npt.NDArray[np.uint8]],
         now: float,
         score: float | npt.NDArray[np.float32],
         kind: int | npt.NDArray[np.int64],
     ) -> None:
-        marks, words, key_bytes = about
-        self.blocks_by_what[what, tier] += len(marks)
-        capacity = len(self._who)
-        records = np.empty(len(marks), _RECORD)
+        words, key_bytes = about
+        self.blocks_by_what[what, tier] += len(words)
+        capacity = len(self._records)
+        records = np.empty(len(words), _RECORD)
         records["at"], records["score"], records["namespace"] = now, score, namespaces
         records["tier"], records["what"], records["kind"] = tier, what, kind
         records["key_bytes"] = key_bytes
         start = self.written % capacity
-        n = min(len(marks), capacity)
+        n = min(len(words), capacity)
         head = min(n, capacity - start)
-        columns = (self._who, marks), (self._records, records), (self._keys[:, : words.shape[1]], words)
-        for column, all_values in columns:
+        for column, all_values in (self._records, records), (self._keys[:, : words.shape[1]], words):
             values = all_values[-n:]
             column[start : start + head] = values[:head]
             column[: n - head] = values[head:]
-        self.written += len(marks)
+        self.written += len(words)
 
     def disown(self, namespace: int) -> None:
         """Removes the namespace from earlier records, before its number is reused."""
         numbers = self._records["namespace"][: len(self)]
         numbers[numbers == namespace] = 0
 
-    def of(self, mark: int) -> dict[int, list[Decision]]:
-        """Returns the latest decisions about keys of this fingerprint, newest first, by namespace."""
-        at = np.flatnonzero(self._who[: len(self)] == np.uint64(mark))
+    def of(self, words: npt.NDArray[np.uint64], key_bytes: int) -> dict[int, list[Decision]]:
+        """Returns the latest decisions about a key, newest first, by namespace."""
+        last = len(words) - 1
+        at = np.flatnonzero(self._keys[: len(self), last] == words[last])
+        at = at[(self._keys[at, :last] == words[:last]).all(axis=1)]
+        at = at[self._records["key_bytes"][at] == key_bytes]
         # The oldest record is the next to be overwritten.
-        age = (self.written - 1 - at) % len(self._who)
+        age = (self.written - 1 - at) % len(self._records)
         found: dict[int, list[Decision]] = {}
         for when, score, namespace, *rest in self._records[at[np.argsort(age)][:_MOST_SHOWN]].tolist():
             decided = found.setdefault(namespace, [])
@@ -192,7 +191,7 @@ class Decisions:
         `what` selects kinds (empty: all), `namespaces` namespaces (None: all).
         """
         start = max(place, self.written - len(self))
-        first = start % len(self._who)
+        first = start % len(self._records)
         # At most up to the end of the array, so that no copy is needed.
         records = self._records[first : first + max(0, min(_READ_AT_ONCE, self.written - start))]
         wanted = np.ones(len(records), np.bool_)
@@ -215,7 +214,7 @@ class Decisions:
 
     def ram_bytes(self) -> int:
         """Returns the bytes of the records so far."""
-        return len(self) * (self._who.itemsize + _RECORD.itemsize + MAX_KEY_BYTES)
+        return len(self) * (_RECORD.itemsize + MAX_KEY_BYTES)
 
 
 def _plain(at: float, score: float, tier: int, what: int, kind: int) -> Decision:

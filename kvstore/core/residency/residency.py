@@ -44,7 +44,7 @@ class Residency:
         self.blocks = Blocks(max_blocks, len(specs))
         self.index = Index(self.blocks, seed)
         self.reuse = Reuse(self.blocks, max(max_blocks, _LEAST_GHOSTS), seed)
-        self.decisions = Decisions(self.blocks, self.index, self.reuse)
+        self.decisions = Decisions(self.blocks, self.reuse)
         self.topology = Topology(specs, self.blocks, self.reuse, seed, policy)
         self.tiers = self.topology.tiers
         self.namespaces = Namespaces(self.blocks)

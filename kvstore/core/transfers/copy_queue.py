@@ -31,8 +31,8 @@ from kvstore.types import Tier
 
 _READ_BYTES = 4 << 20
 _WRITE_BYTES = 16 << 20
-_CHUNK_BLOCKS = 64
-_WRITES_IN_FLIGHT = 4
+_READ_BLOCKS, _WRITE_BLOCKS = 64, 128
+_WRITES_IN_FLIGHT, _SMALL_WRITES_IN_FLIGHT = 4, 32
 _CALLED_OFF_AT_ONCE = 8
 _NEXT_STEP_S = 0.001
 
@@ -86,7 +86,7 @@ class CopyQueue:
         self._r = residency
         self.under_way: dict[int, Transfer] = {}
         self.writing: Counter[int] = Counter()
-        self._writes = 0
+        self._writes = self._write_bytes = 0
         self._probes: dict[int, tuple[Probe, int]] = {}
         self._queued = 0
         self._lifting = 0
@@ -115,7 +115,9 @@ class CopyQueue:
 
         `more` raises the bound.
         """
-        free = _WRITES_IN_FLIGHT * max(1, len(self._r.topology.takers(tier))) - self._writes + more
+        devices = max(1, len(self._r.topology.takers(tier)))
+        room_bytes = (_WRITES_IN_FLIGHT * devices + more) * _WRITE_BYTES - self._write_bytes
+        free = min(-(-room_bytes // _WRITE_BYTES), _SMALL_WRITES_IN_FLIGHT * devices + more - self._writes)
         return max(free, 1 - self.writing[tenant], 0)
 
     # -- what is queued
@@ -178,7 +180,7 @@ class CopyQueue:
         r = self._r
         pool = namespace.pools[source if writing else target]
         size = max(namespace.pools[source].slot_bytes, namespace.pools[target].slot_bytes)
-        chunk = write_chunk(size) if kind == WRITE_BACK else _chunk(size, _READ_BYTES)
+        chunk = write_chunk(size) if kind == WRITE_BACK else min(_READ_BLOCKS, max(1, _READ_BYTES // size))
         for first in range(0, len(rows), chunk):
             part, to = rows[first : first + chunk], slots[first : first + chunk]
             source_slots = r.blocks.slot[source, part].astype(np.int64)
@@ -195,6 +197,7 @@ class CopyQueue:
                 r.tiers[target].device.turn += nbytes / r.tiers[target].spec.limit_bytes
                 self.writing[pool.tenant] += 1
                 self._writes += 1
+                self._write_bytes += nbytes
             else:
                 self._lifting += target != 0
             if source == target:
@@ -309,6 +312,7 @@ class CopyQueue:
         if t.writing:
             self.writing[t.pool.tenant] -= 1
             self._writes -= 1
+            self._write_bytes -= t.nbytes
         else:
             self._lifting -= t.target != 0
         arrived = t.alive & (event.results == OK)
@@ -387,10 +391,5 @@ class CopyQueue:
 
 
 def write_chunk(slot_bytes: int) -> int:
-    """Blocks in one copy to a lower tier."""
-    return _chunk(slot_bytes, _WRITE_BYTES)
-
-
-def _chunk(slot_bytes: int, nbytes: int) -> int:
-    """Blocks in one copy: enough to keep a device busy, few enough that the first ones arrive soon."""
-    return min(_CHUNK_BLOCKS, max(1, nbytes // slot_bytes))
+    """Blocks in one copy to a lower tier: enough to keep a device busy, few enough to arrive soon."""
+    return min(_WRITE_BLOCKS, max(1, _WRITE_BYTES // slot_bytes))

@@ -188,14 +188,17 @@ class Eviction(Job):
 
     def _leaf_first(self, rows: Rows) -> npt.NDArray[np.bool_]:
         """Returns which rows (coldest first) can be dropped in this order without leaving children."""
-        children = self._r.blocks.children[rows].tolist()
-        parents = self._r.blocks.parent[rows].tolist()
+        children, parents = self._r.blocks.children[rows], self._r.blocks.parent[rows]
+        if (children[:1] == 0).all() and (children[1:] == (parents[:-1] == rows[1:])).all():
+            # Ends of chains, each behind the parts of its chain that go before it.
+            return np.ones(len(rows), np.bool_)
+        counts, above = children.tolist(), parents.tolist()
         dropped: dict[int, int] = {}
         leaf = np.zeros(len(rows), np.bool_)
         for i, row in enumerate(rows.tolist()):
-            if children[i] == dropped.get(row, 0):
+            if counts[i] == dropped.get(row, 0):
                 leaf[i] = True
-                dropped[parents[i]] = dropped.get(parents[i], 0) + 1
+                dropped[above[i]] = dropped.get(above[i], 0) + 1
         return leaf
 
     # -- copies to lower tiers

@@ -13,20 +13,24 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.blocks.block_table import LIVE, Rows
+from kvstore.core.jobs import Job
 from kvstore.core.queues.device_queue import DEMAND
 from kvstore.core.residency.decision_log import DecisionKind
 from kvstore.core.residency.namespace import Namespace
 from kvstore.core.residency.residency import Residency
 from kvstore.core.transfers.copy_queue import CopyQueue, write_chunk
 from kvstore.core.transfers.eviction import Eviction
+from kvstore.core.transfers.worth import blocks_worth_loading
 
 _TENANTS_AT_ONCE = 16
+_AT_ONCE = 32
 
 
-class Transfers:
+class Transfers(Job):
     """Starts the copies of one placement.
 
-    `backlog` has the rows that wait to be written to a lower tier, by tenant.
+    `backlog` has the rows that wait to be written to a lower tier, by tenant. As a job, starts the writes of
+    many blocks after the answer to their commit.
     """
 
     def __init__(self, residency: Residency, copies: CopyQueue, eviction: Eviction) -> None:
@@ -34,6 +38,7 @@ class Transfers:
         self._copies = copies
         self._eviction = eviction
         self.backlog: dict[int, deque[Rows]] = {}
+        self._fresh = 0
 
     def promote(
         self,
@@ -84,11 +89,23 @@ class Transfers:
     def queue_writes(self, rows: Rows) -> None:
         """Adds rows to the backlog of writes to a persistent tier."""
         if self._r.topology.persistent:
+            self._fresh += len(rows)
             for namespace, some in self._r.namespaces.split(rows):
                 self.backlog.setdefault(namespace.tenant, deque()).append(some)
 
+    def pump_soon(self) -> None:
+        """Starts writes from the backlog: at once, or in the next step if this event queued many blocks."""
+        if self._fresh > _AT_ONCE:
+            self._fresh, self._next_step = 0, self._r.now
+        else:
+            self.pump()
+
+    def _step(self, now: float) -> None:
+        self.pump()
+
     def pump(self) -> None:
         """Starts writes from the backlog while fewer than the bound are in flight, tenant by tenant."""
+        self._fresh, self._next_step = 0, math.inf
         for tenant in list(islice(self.backlog, _TENANTS_AT_ONCE)):
             waiting = self.backlog.pop(tenant)
             while waiting and self._copies.room_for_writes(0, tenant):
@@ -160,14 +177,24 @@ class Transfers:
         return n
 
     def worth(
-        self, namespace: Namespace, rows: Rows, asker: int, ends: float, recompute_s: float, target: int = 0
+        self,
+        namespace: Namespace,
+        rows: Rows,
+        asker: int,
+        ends: float,
+        recompute_s: float,
+        target: int = 0,
+        step: int = 1,
+        have: int = 0,
     ) -> int:
-        """Returns how many leading rows load before `ends`, and faster than they can be recomputed.
+        """Returns how many leading rows to load: by `ends`, and as far as this saves the most time.
 
-        The load time is estimated from the measured bandwidth and the queues of the devices.
+        The load time is estimated from the measured bandwidth and the queues of the devices. Each row stands
+        for `step` blocks. The first `have` rows are not loaded.
         """
         r = self._r
         absent = (r.blocks.slot[target, rows] < 0) & ~self._copies.coming(target, rows)
+        absent[:have] = False
         if not absent.any() or (ends == math.inf and not recompute_s):
             return len(rows)
         first = int(absent.argmax())
@@ -176,14 +203,10 @@ class Transfers:
         for number in np.unique(source[absent]).tolist():
             # Devices are read in parallel: the slowest one determines the load time of a chain.
             device = self._copies.device(number, target)
-            per_block_s = namespace.pools[target].slot_bytes / device.share_of(r.now, asker)
+            per_row_s = step * namespace.pools[target].slot_bytes / device.share_of(r.now, asker)
             to_load = np.cumsum(absent & (source == number))
             wait_s = np.where(to_load > 0, device.wait_s(r.now, asker, 0), 0.0)
-            load_s = np.maximum(load_s, wait_s + to_load * per_block_s)
-        good = load_s <= max(0.0, ends - r.now)
-        if recompute_s:
-            good &= load_s <= np.arange(1, len(absent) + 1) * recompute_s
-        last = np.flatnonzero(good)
-        n = first + (int(last[-1]) + 1 if len(last) else 0)
-        r.counters["not_worth_loading_blocks"] += len(rows) - n
+            load_s = np.maximum(load_s, wait_s + to_load * per_row_s)
+        n = first + blocks_worth_loading(load_s, step * recompute_s, ends - r.now)
+        r.counters["not_worth_loading_blocks"] += step * (len(rows) - n)
         return n

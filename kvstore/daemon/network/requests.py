@@ -21,6 +21,7 @@ from kvstore.core import events as ev
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.insight.hit_counters import NETWORK
 from kvstore.core.queues.device_queue import DEMAND, PREFETCH
+from kvstore.core.transfers.worth import blocks_worth_loading
 from kvstore.daemon.network.downloads import Downloads
 from kvstore.daemon.network.eligibility import Eligibility
 from kvstore.daemon.network.executor import BackendExecutor
@@ -54,7 +55,10 @@ class NetworkRequests:
         """Answers how many leading blocks are here or on the network, as far as known by `until`."""
 
         def found(action: Any) -> None:
-            missing = isinstance(action, ac.Found) and action.value < event.keys.n
+            # Behind blocks that are not worth loading from this node, none counts.
+            missing = (
+                isinstance(action, ac.Found) and action.value < event.keys.n and not action.stored.unworthy
+            )
             if missing and self._may_start(requester, namespace):
                 self._start(requester, request, namespace, self._lookup(event, namespace, action, until))
             else:
@@ -67,11 +71,12 @@ class NetworkRequests:
     ) -> ac.Found:
         absent = self._absent(namespace, event.keys, found.value)
         existing = await self._existence.prefix(namespace, _keys_at(event.keys, absent), until)
-        n = self._worth_loading(namespace, existing, event.tenant, until, event.recompute_s)
+        had = int(np.count_nonzero(absent[:existing] < event.have))
+        n = had + self._worth_loading(event, namespace, existing - had, event.step)
         _add_network(found.stored, _leading_with(absent, existing, event.keys.n))
         worth = _leading_with(absent, n, event.keys.n)
         found.stored.unworthy = found.stored.blocks - worth
-        return ac.Found(found.request, worth, found.gaps or n > 0, found.stored)
+        return ac.Found(found.request, worth, found.gaps or existing > 0, found.stored)
 
     def contains(
         self, requester: Requester, request: int, event: ev.Contains, namespace: NamespaceEntry, until: float
@@ -120,7 +125,7 @@ class NetworkRequests:
         absent = self._absent(namespace, keys, stored)
         missing = _keys_at(keys, absent)
         existing = await self._existence.prefix(namespace, missing, until, fresh)
-        n = self._worth_loading(namespace, existing, event.tenant, until, event.recompute_s)
+        n = self._worth_loading(event, namespace, existing)
         parent = keys[stored - 1] if stored else b""
         downloads = self._downloads.start(namespace, missing[:n], parent, event.tenant, DEMAND, until)
         await self._wait(downloads, until)
@@ -211,21 +216,16 @@ class NetworkRequests:
             await asyncio.wait(set(copies), timeout=left_s)
 
     def _worth_loading(
-        self, namespace: NamespaceEntry, n: int, tenant: int, until: float, recompute_s: float
+        self, event: ev.Lookup | ev.Acquire, namespace: NamespaceEntry, n: int, step: int = 1
     ) -> int:
-        """Returns how many of `n` blocks load by `until`, and faster than they are recomputed.
+        """Returns how many of `n` keys to load: by the deadline, and as far as this saves the most time.
 
-        `recompute_s`: time to compute one block, 0 if unknown.
+        Each key stands for `step` blocks.
         """
         now, device = self._core.now(), self._executor.device
-        block_s = slot_bytes(namespace.block_bytes) / device.share_of(now, tenant)
-        counts = np.arange(1, n + 1)
-        load_s = device.wait_s(now, tenant, 0) + counts * block_s
-        worth = load_s <= max(0.0, until - now)
-        if recompute_s:
-            worth &= load_s <= counts * recompute_s
-        last = np.flatnonzero(worth)
-        return int(last[-1]) + 1 if len(last) else 0
+        key_s = step * slot_bytes(namespace.block_bytes) / device.share_of(now, event.tenant)
+        load_s = device.wait_s(now, event.tenant, 0) + np.arange(1, n + 1) * key_s
+        return blocks_worth_loading(load_s, step * event.recompute_s, event.deadline - now)
 
 
 def _keys_at(keys: Keys, positions: Positions) -> list[bytes]:

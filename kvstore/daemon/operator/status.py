@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from kvstore import native
 from kvstore.core.view import TierView
 from kvstore.daemon.kv_events.tracker import Tracker
 from kvstore.daemon.network.tier import NetworkTier
@@ -67,6 +68,7 @@ class Status:
             "gpus": {name: pool.gpu.uuid for name, pool in self._tiers.pools.items()},
             "network": self._network.status() if self._network is not None else None,
             "events": self._kv_events.status(),
+            "copies": native.IMPLEMENTATION,
             "nvme_io": next((device.engine_name for device in devices), ""),
             "counters": dict(view.counters),
             "problems": list(self._problems),

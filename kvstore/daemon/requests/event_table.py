@@ -95,14 +95,15 @@ class Row:
 
 
 # Without `recompute_s`, stored blocks count however long they take to load.
-_DEADLINE = "session.deadline(q.timeout_s) if q.recompute_s else math.inf"
+_DEADLINE = "session.deadline(q.load_s or q.timeout_s) if q.recompute_s else math.inf"
+_STEP = "min(max(q.step, 1), m.MAX_PROMPT_BLOCKS)"
 _NEXT_USE = "q.next_use_s if q.expected else None"
 _PRIORITY = "q.priority - m.NORMAL"
 
 EVENTS: Mapping[type, Row] = {
     row.message: row
     for row in (
-        Row(Role.READ, m.Lookup, ev.Lookup, deadline=_DEADLINE),
+        Row(Role.READ, m.Lookup, ev.Lookup, deadline=_DEADLINE, step=_STEP),
         Row(Role.READ, m.Contains, ev.Contains),
         Row(Role.READ, m.Acquire, ev.Acquire),
         Row(Role.READ, m.Release, ev.Release),

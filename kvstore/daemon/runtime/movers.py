@@ -48,13 +48,13 @@ def within_dram(source: DramTier, target: DramTier, job: CopyJob) -> None:
 
 def to_nvme(source: DramTier | HbmTier, target: NvmeTier, job: CopyJob) -> None:
     """Writes slots of memory to a device and records them."""
-    slots = [*source.slots(job.copy.source_where)]
+    slots = source.slots(job.copy.source_where)
     target.writer.write(job.copy, slots, job.lengths, job.done, job.stored_at)
 
 
 def from_nvme(source: NvmeTier, target: DramTier | HbmTier, job: CopyJob) -> None:
     """Reads blocks from a device into slots of memory."""
-    slots = [*target.slots(job.copy.target_where)]
+    slots = target.slots(job.copy.target_where)
     source.reader.read(job.copy, slots, job.fingerprints, job.lengths, job.done, job.copy.urgent)
 
 

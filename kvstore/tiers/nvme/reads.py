@@ -17,8 +17,8 @@ from kvstore.cuda.checksums import checksums
 from kvstore.cuda.device import CudaError, DeviceBuffer
 from kvstore.tiers.base import BlockIO, IOEngine, Memory
 from kvstore.tiers.nvme.io.transforms import TagError
-from kvstore.tiers.nvme.slots import SlotMap, in_gpu
-from kvstore.tiers.results import Done, Results, finish_for_sure, verify
+from kvstore.tiers.nvme.slots import SlotMap, in_gpu, submit_blocks
+from kvstore.tiers.results import Done, Results, finish_for_sure, verify_all
 
 _log = logging.getLogger(__name__)
 
@@ -68,15 +68,15 @@ class BlockReader:
         """A block that passes through host memory is verified there, any other block of a GPU by the GPU."""
         to_gpu = in_gpu(slots)
         ios = self._slots.ios(identity, where, slots, False, lengths, fingerprints)
+        slots = [*slots]
 
         def find(errors: list[OSError | None]) -> Results:
             results = np.full(len(errors), FAILED, np.uint8)
-            unverified = []
+            unverified: list[int] = []
+            unverified_here: list[int] = []
             for i, error in enumerate(errors):
                 if error is None and not to_gpu:
-                    number = int(identity.namespace[i])
-                    good = verify(identity, i, slots[i], fingerprints[number], lengths[number])
-                    results[i] = OK if good else CORRUPT
+                    unverified_here.append(i)
                 elif error is None and type(ios[i]) is BlockIO:
                     unverified.append(i)
                 elif error is None:
@@ -85,6 +85,9 @@ class BlockReader:
                     results[i] = CORRUPT
                 else:
                     _log.error("read of extent %d failed: %s", where.extent[i], error)
+            if unverified_here:
+                good = verify_all(identity, unverified_here, slots, fingerprints, lengths)
+                results[unverified_here] = np.where(good, OK, CORRUPT)
             if unverified:
                 try:
                     good_there = _verify_on_gpu(identity, unverified, slots, fingerprints, lengths)
@@ -93,7 +96,7 @@ class BlockReader:
                     _log.error("blocks in GPU memory cannot be verified: %s", error)
             return results
 
-        self._engine.submit(ios, finish_for_sure(len(ios), find, done), urgent)
+        submit_blocks(self._engine, ios, finish_for_sure(len(slots), find, done), urgent)
 
 
 def _verify_on_gpu(

@@ -15,7 +15,7 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import compress, islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -25,10 +25,9 @@ from kvstore.types import MAX_KEY_BYTES
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    Column: TypeAlias = Sequence[float] | NDArray[Any]
+
 ID = struct.Struct(">I")
-_VALUE = struct.Struct("<IIQIQd")
-_CHECK = struct.Struct("<Q")
-_FIXED_BYTES = _VALUE.size + _CHECK.size
 _FACTORS = np.arange(1, 24, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) | np.uint64(1)
 _MOST_NUMBERS = 1 << 20  # of namespaces or extents; more is damage
 _CHUNK = 1 << 16  # records that exist as Python objects at one time while loading
@@ -36,41 +35,46 @@ _CHUNK = 1 << 16  # records that exist as Python objects at one time while loadi
 
 @dataclass(frozen=True, slots=True)
 class RecordBatch:
-    """Blocks to record, as columns of one length. Lists of Python numbers pack fastest.
+    """Blocks to record, as columns of one length.
 
     `ns` has namespace ids, `length` bytes of payloads, `stored_at` s since 1970. A root has an empty parent.
     """
 
-    ns: Sequence[int]
+    ns: Column
     keys: Sequence[bytes]
     parents: Sequence[bytes]
-    extent: Sequence[int]
-    index: Sequence[int]
-    version: Sequence[int]
-    length: Sequence[int]
-    checksum: Sequence[int]
-    stored_at: Sequence[float]
+    extent: Column
+    index: Column
+    version: Column
+    length: Column
+    checksum: Column
+    stored_at: Column
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def pack(self) -> list[tuple[bytes, bytes]]:
         """Returns a (key, value) pair a record. MisuseError if lengths differ or a value is too large."""
-        columns = (self.extent, self.index, self.version, self.length, self.checksum, self.stored_at)
+        n = len(self.keys)
         try:
-            keys = [ID.pack(ns) + key for ns, key in zip(self.ns, self.keys, strict=True)]
-            numbers = [_VALUE.pack(*row) for row in zip(*columns, strict=True)]
-            parts = list(zip(keys, numbers, self.parents, strict=True))
-        except (struct.error, ValueError, TypeError) as error:
+            numbers = [np.asarray(getattr(self, name), _DTYPES[name]) for name in _CHECKED_NUMBERS]
+        except (OverflowError, ValueError, TypeError) as error:
             raise MisuseError(f"records that cannot be packed: {error}") from error
-        longest = ID.size + MAX_KEY_BYTES
-        if any(not ID.size < len(k) <= longest or len(p) > MAX_KEY_BYTES for k, _, p in parts):
+        if any(len(column) != n for column in (*numbers, self.parents)):
+            raise MisuseError("records that cannot be packed: columns of several lengths")
+        if not all(0 < len(key) <= MAX_KEY_BYTES for key in self.keys) or any(
+            len(parent) > MAX_KEY_BYTES for parent in self.parents
+        ):
             raise MisuseError("a record whose key or parent is too long or empty", "keys have 1 to 64 bytes")
-        numbers_of = [
-            np.array(c, _DTYPES[n]) for n, c in zip(_CHECKED_NUMBERS, (self.ns, *columns), strict=True)
+        records = np.empty(n, RECORD)
+        for (name, _), column in zip(_NUMBERS, numbers[1:], strict=True):
+            records[name] = column
+        records["check"] = _checks(_padded(self.keys), _padded(self.parents), numbers)
+        ids, raw = numbers[0].astype(">u4").tobytes(), records.tobytes()
+        return [
+            (ids[4 * i : 4 * i + 4] + key, raw[_FIXED_BYTES * i : _FIXED_BYTES * (i + 1)] + parent)
+            for i, (key, parent) in enumerate(zip(self.keys, self.parents, strict=True))
         ]
-        checks = _checks(_padded(self.keys), _padded(self.parents), numbers_of).tolist()
-        return [(k, n + _CHECK.pack(check) + p) for (k, n, p), check in zip(parts, checks, strict=True)]
 
 
 def _padded(keys: Sequence[bytes]) -> NDArray[np.uint8]:
@@ -134,6 +138,7 @@ _NUMBERS += [("checksum", "<u8"), ("stored_at", "<f8")]
 _CHECKED = [*_NUMBERS, ("check", "<u8")]
 RECORD = np.dtype(_CHECKED)
 """The fields of a record before the parent's key."""
+_FIXED_BYTES = RECORD.itemsize
 _CHECKED_NUMBERS = ("ns", *(name for name, _ in _NUMBERS))
 
 
@@ -199,12 +204,15 @@ def _fill(
     return good
 
 
-def mapped(column: NDArray[np.uint32], values: dict[int, int], absent: int = 0) -> NDArray[np.int64]:
+def mapped(
+    column: NDArray[np.unsignedinteger[Any]], values: dict[int, int], absent: int = 0
+) -> NDArray[np.int64]:
     """Returns the value of each number of a column, `absent` if it has none."""
     known = {n: value for n, value in values.items() if n < _MOST_NUMBERS}
     table = np.full(max(known, default=0) + 2, absent, np.int64)
     table[list(known)] = list(known.values())
-    return table[np.minimum(column, len(table) - 1)]
+    found: NDArray[np.int64] = table[np.minimum(column, len(table) - 1)]
+    return found
 
 
 assert [field.name for field in fields(Blocks)] == list(_DTYPES)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import errno
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from kvstore.core.actions import BlockIds, Where
+from kvstore.core.blocks.block_table import Rows
 from kvstore.cuda.device import DeviceBuffer
+from kvstore.errors import TierError
 from kvstore.tiers.base import BlockIO, IOEngine, Memory
 from kvstore.tiers.nvme.encryption import BlockCipher, TenantKeys
 from kvstore.tiers.nvme.io.transforms import DeviceIO, EncryptedIO
 from kvstore.tiers.nvme.slabs import Slabs
 from kvstore.tiers.nvme.store import Namespace
 from kvstore.tiers.results import verify
+from kvstore.tiers.slot_views import SlotViews
 
 
 class SlotMap:
@@ -45,10 +51,13 @@ class SlotMap:
         lengths: dict[int, int],
         fingerprints: dict[int, bytes] | None = None,
     ) -> list[BlockIO]:
-        """Returns one I/O a block. `buffers` are all host memory or all memory of one GPU.
+        """Returns one I/O a run of neighbours. `buffers` are all host memory or all memory of one GPU.
 
-        With `fingerprints`, reads for a GPU are verified in host memory if they pass through it.
+        With `fingerprints`, reads for a GPU are verified in host memory if they pass through it. Encrypted
+        blocks, and those of other buffers than `SlotViews`, have an I/O each.
         """
+        if isinstance(buffers, SlotViews) and self._ciphers.keys().isdisjoint(identity.namespace.tolist()):
+            return self._run_ios(identity, where, buffers, write)
         ios: list[BlockIO] = []
         to_gpu = in_gpu(buffers)
         places = zip(identity.namespace.tolist(), where.extent.tolist(), where.index.tolist(), strict=True)
@@ -65,6 +74,60 @@ class SlotMap:
             else:
                 ios.append(DeviceIO(fd, offset, buffers[i], write, size, lengths[number], check))
         return ios
+
+    def _run_ios(self, identity: BlockIds, where: Where, buffers: SlotViews, write: bool) -> list[BlockIO]:
+        starts = _runs(identity, where, buffers.where)
+        counts = np.diff(starts, append=len(where)).tolist()
+        ios: list[BlockIO] = []
+        for first, count in zip(starts.tolist(), counts, strict=True):
+            extent, index = divmod(int(where.place[first]), 1 << 32)
+            fd, offset = self._slabs.fd(extent), index * self.slot_bytes[extent]
+            ios.append(BlockIO(fd, offset, buffers.run(first, count), write, blocks=count))
+        return ios
+
+
+def _runs(identity: BlockIds, *wheres: Where) -> Rows:
+    """Returns the first block of each run: blocks of one namespace whose slots are neighbours everywhere."""
+    breaks = identity.namespace[1:] != identity.namespace[:-1]
+    for where in wheres:
+        breaks |= where.place[1:] != where.place[:-1] + np.uint64(1)
+    starts: Rows = np.append(0, np.flatnonzero(breaks) + 1) if len(identity) else np.empty(0, np.int64)
+    return starts
+
+
+def submit_blocks(
+    engine: IOEngine,
+    ios: Sequence[BlockIO],
+    done: Callable[[list[OSError | None]], None],
+    urgent: bool = False,
+) -> None:
+    """Submits I/Os of one or more blocks each. `done` gets one outcome a block.
+
+    The blocks of a run that fails are moved again one by one, so that only the bad ones fail.
+    """
+
+    def ended(errors: list[OSError | None]) -> None:
+        outcomes = [error for io, error in zip(ios, errors, strict=True) for _ in range(io.blocks)]
+        again = [
+            io.split() if io.blocks > 1 and error is not None and error.errno != errno.EAGAIN else []
+            for io, error in zip(ios, errors, strict=True)
+        ]
+        if not any(again):
+            return done(outcomes)
+        firsts = np.cumsum([0, *(io.blocks for io in ios[:-1])]).tolist()
+        which = [first + i for first, parts in zip(firsts, again, strict=True) for i in range(len(parts))]
+
+        def ended_again(errors: list[OSError | None]) -> None:
+            for i, error in zip(which, errors, strict=True):
+                outcomes[i] = error
+            done(outcomes)
+
+        try:
+            engine.submit([part for parts in again for part in parts], ended_again, urgent)
+        except TierError:  # closed meanwhile
+            done(outcomes)
+
+    engine.submit(ios, ended, urgent)
 
 
 def in_gpu(buffers: Sequence[Memory]) -> bool:

@@ -20,9 +20,9 @@ from kvstore.core.events import FAILED, OK
 from kvstore.errors import TierError
 from kvstore.tiers.base import IOEngine, Memory
 from kvstore.tiers.nvme.journal import Journal
-from kvstore.tiers.nvme.records import RecordBatch
+from kvstore.tiers.nvme.records import RecordBatch, mapped
 from kvstore.tiers.nvme.slabs import Slabs
-from kvstore.tiers.nvme.slots import SlotMap
+from kvstore.tiers.nvme.slots import SlotMap, submit_blocks
 from kvstore.tiers.results import Done
 
 _log = logging.getLogger(__name__)
@@ -71,16 +71,16 @@ class BlockWriter:
         def start(error: Exception | None) -> None:
             try:
                 if error is None:
-                    self._engine.submit(ios, written)
+                    submit_blocks(self._engine, ios, written)
                 else:
-                    written([OSError(str(error))] * len(ios))
+                    written([OSError(str(error))] * len(slots))
             except Exception as failure:
                 if not isinstance(failure, TierError):  # a TierError means: closed meanwhile
                     _log.error("a write to NVMe could not be started", exc_info=failure)
                 with self._lock:
                     for place in copy.target_where.place.tolist():
                         self._writing.pop(place, None)
-                done(np.full(len(ios), FAILED, np.uint8))
+                done(np.full(len(slots), FAILED, np.uint8))
 
         if undurable:
             # Old records may still name these slots, and must never name other bytes.
@@ -98,8 +98,7 @@ class BlockWriter:
                     self._writing[place] = False
             self._undurable_drops.update(dict.fromkeys(extents, number))
             for namespace in np.unique(identity.namespace).tolist():
-                which = np.flatnonzero(identity.namespace == namespace).tolist()
-                self._journal.delete(namespace, [identity.key(i) for i in which])
+                self._journal.delete(namespace, identity.only(identity.namespace == namespace).keys())
             self._journal.when_durable(partial(self._dropped, extents, number))
 
     def _dropped(self, extents: list[int], number: int, error: Exception | None) -> None:
@@ -156,20 +155,21 @@ class BlockWriter:
     def _records(
         self, copy: Copy, good: list[int], lengths: dict[int, int], since: npt.NDArray[np.float64]
     ) -> RecordBatch:
-        namespaces = copy.identity.namespace[good].tolist()
+        ids, where = copy.identity.only(np.array(good, np.int64)), Where(copy.target_where.place[good])
+        lengths_of = {n: lengths[n] for n in np.unique(ids.namespace).tolist()}
         # Parents get later times than their children, so that latest first means parents first. The time
         # never decreases, even if the clock is set back.
         self.latest = now = max(self._clock(), self.latest + 1e-6 * (len(good) + 1))
         return RecordBatch(
-            namespaces,
-            [copy.identity.key(i) for i in good],
+            ids.namespace,
+            ids.keys(),
             [copy.parents[i] for i in good],
-            copy.target_where.extent[good].tolist(),
-            copy.target_where.index[good].tolist(),
-            copy.version[good].tolist(),
-            [lengths[n] for n in namespaces],
-            copy.identity.checksum[good].tolist(),
-            [at if at > 0 else now - 1e-6 * i for i, at in zip(good, since[good].tolist(), strict=True)],
+            where.extent,
+            where.index,
+            copy.version[good],
+            mapped(ids.namespace, lengths_of),
+            ids.checksum,
+            np.where(since[good] > 0, since[good], now - 1e-6 * np.array(good)),
         )
 
     def _sync_slabs(self) -> None:

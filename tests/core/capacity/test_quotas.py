@@ -1036,6 +1036,51 @@ def test_lookups_and_gets_stop_where_loading_is_slower_than_recomputing() -> Non
     assert len(grant.where) == 2
 
 
+def found_by(w: World, keys: list[bytes], recompute_s: float, step: int = 1, have: int = 0) -> int:
+    """How many keys a lookup counts; checks that it counts the others as stored."""
+    ask = ev.Lookup(0, A, joined(keys), A, math.inf, recompute_s, step=step, have=have)
+    answer = w.ask(ask)
+    assert isinstance(answer, ac.Found)
+    assert answer.stored.blocks == len(keys)
+    return answer.value
+
+
+def test_a_chain_is_loaded_up_to_the_end_that_saves_most_time() -> None:
+    w, keys = slow_world()
+    # Two blocks in memory, two under way, then four that load slower than they are computed.
+    assert w.ask(ev.Acquire(0, 1, A, joined(keys[:4]), w.now + 9, A)) is None
+    assert found_by(w, keys, 0.0009) == 4, "what comes anyway costs nothing"
+    device = w.p.residency.tiers[1].device
+    device.bytes_moving[DEMAND] += 5 * ALIGN
+    assert found_by(w, keys, 0.002) == 4, "four blocks save 8 ms, but take more with what is queued"
+    assert found_by(w, keys, 0.005) == 8
+    device.bytes_moving[DEMAND] -= 5 * ALIGN
+
+
+def test_each_key_of_a_sample_stands_for_a_step_of_blocks() -> None:
+    w, keys = slow_world()
+    unworthy = w.p.residency.counters
+    for recompute_s, n in ((0.002, 8), (0.0009, 2)):
+        before = unworthy["not_worth_loading_blocks"]
+        assert found_by(w, keys, recompute_s, step=100) == n
+        assert unworthy["not_worth_loading_blocks"] - before == 100 * (8 - n)
+    device = w.p.residency.tiers[1].device
+    device.bytes_moving[DEMAND] += 100 * ALIGN
+    assert found_by(w, keys, 0.002) == 2, "100 ms of waiting are too long for 8 blocks"
+    assert found_by(w, keys, 0.002, step=100) == 8, "but not for 800"
+    device.bytes_moving[DEMAND] -= 100 * ALIGN
+
+
+def test_blocks_that_the_caller_has_are_neither_loaded_nor_saved_time() -> None:
+    w, keys = slow_world()
+    device = w.p.residency.tiers[1].device
+    device.bytes_moving[DEMAND] += 3 * ALIGN
+    assert found_by(w, keys, 0.002) == 8, "six blocks save 12 ms and take 9"
+    assert found_by(w, keys, 0.002, have=6) == 6, "two save 4 ms and take 5"
+    assert found_by(w, keys, 0.002, have=8) == 8
+    device.bytes_moving[DEMAND] -= 3 * ALIGN
+
+
 def test_only_blocks_that_arrive_by_the_deadline_are_loaded() -> None:
     w, keys = slow_world()
     answer = w.ask(ev.Lookup(0, A, joined(keys), A, w.now + 0.0045, 0.0))
@@ -1073,6 +1118,15 @@ def test_an_estimate_that_was_wrong_recovers() -> None:
     answer = w.ask(ev.Lookup(0, A, joined(keys), A, math.inf, 0.001))
     assert isinstance(answer, ac.Found)
     assert answer.value == 8
+
+
+def test_a_device_that_was_never_fast_is_tried_again_after_minutes() -> None:
+    w, keys = slow_world()
+    assert found_by(w, keys, 0.0004) == 2
+    w.now += 30
+    assert found_by(w, keys, 0.0004) == 2
+    w.now += 60
+    assert found_by(w, keys, 0.0004) == 8
 
 
 # -- devices

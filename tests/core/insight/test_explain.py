@@ -11,7 +11,6 @@ import pytest
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.blocks.block_table import Blocks
-from kvstore.core.blocks.index import Index
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.insight.explain import MOST_NAMESPACES
 from kvstore.core.requests.leases import Limits
@@ -212,43 +211,40 @@ def test_refused_writes_are_recorded_as_unwritten() -> None:
 # -- the ring
 
 
-def rows_of(n: int, capacity: int = 16) -> tuple[Decisions, np.ndarray, Keys, Index]:
+def rows_of(n: int, capacity: int = 16) -> tuple[Decisions, np.ndarray, Keys]:
     blocks = Blocks(2 * n, 1)
-    index = Index(blocks, 7)
     keys = Keys(b"".join(b"%08d" % i for i in range(n)), 8)
     rows = blocks.take(3, keys, np.arange(n))
-    return Decisions(blocks, index, Reuse(blocks, 64, 7), capacity), rows, keys, index
+    return Decisions(blocks, Reuse(blocks, 64, 7), capacity), rows, keys
 
 
 def test_the_newest_decisions_come_first_and_the_oldest_make_way() -> None:
-    ring, rows, keys, index = rows_of(8)
-    marks = index.fingerprints_of(keys).tolist()
+    ring, rows, keys = rows_of(8)
     for now in range(5):
         ring.record(DecisionKind.EVICTED if now % 2 else DecisionKind.DEMOTED, 0, rows[:4], float(now))
     assert len(ring) == 16
-    assert [(d.what, d.at) for d in ring.of(marks[0]).get(3, [])] == [
+    assert [(d.what, d.at) for d in ring.of(keys.words[0], 8).get(3, [])] == [
         (DecisionKind.DEMOTED, 4.0),
         (DecisionKind.EVICTED, 3.0),
         (DecisionKind.DEMOTED, 2.0),
         (DecisionKind.EVICTED, 1.0),
     ]
-    assert list(ring.of(marks[0])) == [3]
+    assert list(ring.of(keys.words[0], 8)) == [3]
     ring.record(DecisionKind.EXPIRED, EVERY_TIER, rows, 9.0)
     ring.record(DecisionKind.EXPIRED, EVERY_TIER, rows[:7], 10.0)
-    assert [d.at for d in ring.of(marks[0]).get(3, [])] == [10.0, 9.0]
-    assert ring.of(marks[7]).get(3, []) == [Decision(DecisionKind.EXPIRED, None, 9.0, None, 0)]
+    assert [d.at for d in ring.of(keys.words[0], 8).get(3, [])] == [10.0, 9.0]
+    assert ring.of(keys.words[7], 8).get(3, []) == [Decision(DecisionKind.EXPIRED, None, 9.0, None, 0)]
 
 
 def test_a_batch_longer_than_the_ring_leaves_its_end() -> None:
-    ring, rows, keys, index = rows_of(40)
-    marks = index.fingerprints_of(keys).tolist()
+    ring, rows, keys = rows_of(40)
     ring.record(DecisionKind.DROPPED, 0, rows[:5], 1.0)
     ring.record(DecisionKind.DROPPED, 0, rows, 2.0)
-    assert [i for i in range(40) if ring.of(marks[i]).get(3, [])] == list(range(24, 40))
+    assert [i for i in range(40) if ring.of(keys.words[i], 8).get(3, [])] == list(range(24, 40))
 
 
 def test_decisions_after_a_record_are_paged() -> None:
-    ring, rows, keys, _ = rows_of(40)
+    ring, rows, keys = rows_of(40)
     ring.record(DecisionKind.DROPPED, 0, rows[:5], 1.0)
     ring.record_keys(DecisionKind.DENIED, 0, 7, keys, np.arange(40) == 20, 2.0)
     first, seen = ring.after(0, 4)
@@ -272,16 +268,18 @@ def test_decisions_after_a_record_are_paged() -> None:
 
 def test_a_short_key_after_a_long_one_in_the_ring_is_whole() -> None:
     blocks = Blocks(8, 1)
-    index = Index(blocks, 7)
-    ring = Decisions(blocks, index, Reuse(blocks, 8, 7), capacity=1)
+    ring = Decisions(blocks, Reuse(blocks, 8, 7), capacity=1)
     for key in (b"l" * 64, b"short", b"m" * 64):
         ring.record_keys(DecisionKind.DENIED, 0, 1, Keys(key, len(key)), np.ones(1, bool), 0.0)
         [noted] = ring.after(0, 1)[0]
         assert noted.key == key
+        words = Keys(key, len(key)).words[0]
+        assert list(ring.of(words, len(key))) == [1]
+        assert not ring.of(words[:1], 4)
 
 
 def test_a_page_of_a_full_ring_is_found_at_once() -> None:
-    ring, rows, _, _ = rows_of(64, CAPACITY)
+    ring, rows, _ = rows_of(64, CAPACITY)
     for i in range(CAPACITY // 64):
         ring.record(DecisionKind.EVICTED, 0, rows, float(i))
     place, pages, took = 0, 0, []
@@ -295,29 +293,18 @@ def test_a_page_of_a_full_ring_is_found_at_once() -> None:
     assert min(took) < 0.001
 
 
-def test_keys_and_rows_have_the_same_fingerprint_whatever_their_length() -> None:
-    for size in (1, 7, 8, 31, 32, 64):
-        blocks = Blocks(32, 1)
-        index = Index(blocks, 7)
-        keys = Keys(b"".join(bytes([i]) * size for i in range(20)), size)
-        rows = blocks.take(3, keys, np.arange(20))
-        assert (index.fingerprints(rows) == index.fingerprints_of(keys)).all()
-        assert len(set(index.fingerprints(rows).tolist())) == 20
-
-
 def test_a_full_ring_is_small_and_looked_through_at_once() -> None:
     blocks = Blocks(64, 1)
-    index = Index(blocks, 7)
     keys = Keys(b"".join(b"%032d" % i for i in range(64)), 32)
     rows = blocks.take(3, keys, np.arange(64))
-    ring = Decisions(blocks, index, Reuse(blocks, 64, 7))
+    ring = Decisions(blocks, Reuse(blocks, 64, 7))
     for i in range(CAPACITY // 64 + 1):
         ring.record(DecisionKind.EVICTED, 0, rows, float(i))
-    assert ring.ram_bytes() == 90 * CAPACITY < 6 << 20
-    mark, took = int(index.fingerprints(rows[:1])[0]), []
+    assert ring.ram_bytes() == 82 * CAPACITY < 6 << 20
+    took = []
     for _ in range(20):
         start = time.perf_counter()
-        assert len(ring.of(mark)[3]) == 8
+        assert len(ring.of(keys.words[0], 32)[3]) == 8
         took.append(time.perf_counter() - start)
     assert min(took) < 0.001
 

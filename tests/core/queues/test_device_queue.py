@@ -8,7 +8,7 @@ from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.blocks.block_table import LIVE
 from kvstore.core.policy.admission import DAY_S, Rule
-from kvstore.core.queues.device_queue import FENCED, SERVING
+from kvstore.core.queues.device_queue import DEMAND, FENCED, SERVING, DeviceQueue
 from kvstore.types import ALIGN, Tier
 from tests.core.world import World, joined, payload
 
@@ -211,6 +211,50 @@ def test_added_devices_are_bounded_by_the_slot_columns() -> None:
     put(w, "a")
     assert w.p.residency.ram_bytes() > 0
     w.settle()
+
+
+def moved(d: DeviceQueue, at: float, took: float, nbytes: int = 8 << 20) -> None:
+    """The device moves bytes for so many seconds."""
+    assert d.put(at, 1, DEMAND, nbytes, 1)
+    [(_, kind, _)] = d.next(at)
+    d.ended(at + took, kind, nbytes, nbytes)
+
+
+def tried_after(d: DeviceQueue, now: float, wanted: float) -> float:
+    """In how many seconds the device is believed to be that fast."""
+    return next(s for s in range(100_000) if d.bandwidth(now + s) >= wanted)
+
+
+def test_a_device_that_stays_slow_is_tried_less_and_less_often() -> None:
+    d, now, pauses = DeviceQueue(), 0.0, []
+    moved(d, now, 0.008)
+    for _ in range(6):
+        moved(d, now, 8.0)  # 1 MiB/s
+        now += 8
+        assert d.bandwidth(now) < 2 << 20
+        pauses.append(tried_after(d, now, 64 << 20))
+        now += pauses[-1]
+    assert pauses[0] < 40
+    assert pauses == sorted(pauses)
+    assert 300 < pauses[-1] < 600
+    # As soon as it is fast again, it is not believed to be slower for that.
+    for _ in range(3):
+        before = d.bandwidth(now)
+        moved(d, now, 0.008)
+        assert d.bandwidth(now + 0.008) >= before
+        now += 5
+    assert d.bandwidth(now) > 500 << 20
+
+
+def test_a_slow_device_that_stays_busy_was_tried_once() -> None:
+    d, copies = DeviceQueue(), 4
+    moved(d, 0.0, 0.008)
+    for number in range(copies):
+        assert d.put(1.0, 1, DEMAND, 8 << 20, number)
+    assert len(list(d.next(1.0))) == copies
+    for number in range(copies):
+        d.ended(17.0 + 16 * number, DEMAND, 8 << 20, 8 << 20)
+    assert tried_after(d, 65.0, 64 << 20) < 40
 
 
 def test_a_chain_over_two_devices_is_loaded_by_both_at_a_time() -> None:

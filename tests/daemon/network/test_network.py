@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore import Client, Layout, errors
+from kvstore import Client, Estimate, Layout, StoredPrefix, errors
 from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.tiers.network import objects
 from kvstore.tiers.network.base import Name
@@ -130,6 +130,26 @@ def test_contains_finds_blocks_here_and_on_the_network(shared: str) -> None:
         asked = [keys[25], keys[5], keys[15], keys[9]]
         assert others.contains(asked).tolist() == [True, True, False, True]
         assert counted(b, "read_ok_blocks") == 0, "nothing is downloaded"
+
+
+def test_a_lookup_leaves_out_network_blocks_that_load_slower_than_they_are_computed(shared: str) -> None:
+    layout, keys = new_layout(), names(30)
+    with nodes(shared) as (a, b):
+        a.namespace(layout).put(keys, payloads(keys))
+        there(a, 30)
+        others = b.namespace(layout)
+        others.put(keys[:10], payloads(keys[:10]))
+
+        def found(*guess: Any) -> StoredPrefix:
+            [prefix], _ = b.lookup([(others, keys, None, Estimate(*guess) if guess else None)])
+            return prefix
+
+        # By its first estimate, the network moves a block in 4 µs.
+        assert found() == found(1.0, 1.0) == StoredPrefix(30, 30)
+        assert found(1e-9, 1.0) == StoredPrefix(30, 10), "slower than computing them"
+        assert found(1e-9, 1.0, 30) == StoredPrefix(30, 30), "the caller has them"
+        assert found(1.0, 1e-9) == StoredPrefix(30, 10), "later than the caller waits"
+        assert counted(b, "read_ok_blocks") == 0
 
 
 def test_downloaded_blocks_are_not_uploaded(shared: str) -> None:

@@ -167,7 +167,7 @@ def test_a_look_that_raises_ends_and_takes_no_block_away(
         await node.quiet()
         with monkeypatch.context() as patched:
             for module in ("tiers.dram", "tiers.nvme.reads"):
-                patched.setattr(f"kvstore.{module}.verify", broken)
+                patched.setattr(f"kvstore.{module}.verify_all", broken)
             node.daemon.core.handle(ev.Scrub(tier, MIB))
             await node.quiet()
         name = node.daemon.placement.residency.tiers[tier].spec.name
@@ -186,7 +186,7 @@ def test_a_move_in_memory_that_raises_ends(monkeypatch: pytest.MonkeyPatch) -> N
         await node.quiet()
         tried = []
         with monkeypatch.context() as patched:
-            patched.setattr("kvstore.tiers.dram.verify", lambda *_: tried.append(True) or broken())
+            patched.setattr("kvstore.tiers.dram.verify_all", lambda *_: tried.append(True) or broken())
             asker = Asker()
             node.daemon.catalog.publish(asker, 0, node.space, ["reader"])
             await node.until(lambda: tried)

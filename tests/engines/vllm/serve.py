@@ -285,6 +285,13 @@ class Served:
         )
         return Request.from_engine_core_request(asked, self.core.request_block_hasher)
 
+    def shorten(self, prompt: list[int], tokens: int) -> None:
+        """Leaves this number of leading tokens of a prompt in the engine's own prefix cache."""
+        manager = self.core.scheduler.kv_cache_manager
+        blocks, _ = manager.get_computed_blocks(self._request(prompt))[:2]
+        [block_ids] = blocks.get_block_ids()
+        manager.evict_blocks(set(block_ids[tokens // self.core.vllm_config.cache_config.block_size :]))
+
     def counts(self) -> dict[str, int]:
         """Blocks by what became of them, and what else the connector counts, since the engine was made."""
         for half in self.halves:

@@ -34,6 +34,7 @@ from kvstore_vllm import metrics
 from kvstore_vllm.lookup import Lookup
 from kvstore_vllm.messages import Load, Part, Save, Step
 from kvstore_vllm.metrics import METRICS, UNANSWERED, Figures, Outcome, PromMetrics, Recorder, reason_of
+from kvstore_vllm.prefill_rate import PrefillRate
 from kvstore_vllm.worker import GroupMemory, WorkerHalf
 from tests.admin.serving import free_port
 from tests.daemons import eventually, names
@@ -127,6 +128,7 @@ def test_nothing_is_written_unless_debug_is_on(
 
     def record() -> None:
         recorder.admitted("r1", 96, 64, 32, "not_stored")
+        recorder.admitted("r5", 96, 0, 32, "not_stored", 64)
         recorder.unasked("r2", "nothing is served")
         recorder.loaded("r3", 0, 4, 100, outcome)
         recorder.saved("r4", 1, 3, 100, outcome)
@@ -142,6 +144,7 @@ def test_nothing_is_written_unless_debug_is_on(
         record()
     assert [record.getMessage() for record in caplog.records] == [
         "r1: 64 of 96 tokens found behind 32 of the engine's own cache; 32 not_stored",
+        "r5: 0 of 96 tokens found behind 32 of the engine's own cache; 64 not_worth_loading; 32 not_stored",
         "r2: not looked up, nothing is served",
         "r3: loaded 3 of 4 blocks of group 0, 200 bytes from DRAM, 100 bytes from NVME; 1 late",
         "r4: saved 2 of 3 blocks of group 1, 200 bytes, 1 present",
@@ -152,7 +155,7 @@ def test_nothing_is_written_unless_debug_is_on(
 
 
 def why_of(client: Client, layout: Layout, keys: list[bytes]) -> str:
-    lookup = Lookup(client, [GROUP])
+    lookup = Lookup(client, [GROUP], PrefillRate(2048))
     lookup.meet([[layout]], "")
     asked = SimpleNamespace(block_hashes=keys, num_tokens=32 * len(keys) + 1)
     try:

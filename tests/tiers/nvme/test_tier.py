@@ -19,6 +19,7 @@ from kvstore.tiers.nvme.journal import Journal, Namespace
 from kvstore.tiers.nvme.slabs import Slabs
 from kvstore.tiers.nvme.store import RecordStore
 from kvstore.tiers.nvme.tier import NvmeTier
+from kvstore.tiers.slot_views import SlotViews
 from kvstore.types import ALIGN
 from tests.tiers.nvme.at_once import make_extents
 
@@ -264,6 +265,30 @@ def test_a_probe_reads_aside_and_tells_bad_from_unreadable(site: Site) -> None:
     assert not any(io.write for io in ios)
     site.engine.move(None, OSError(5, "no"))
     assert told == [[CORRUPT, FAILED]]
+
+
+def test_neighbours_are_one_io_and_only_the_bad_block_of_a_run_fails(site: Site) -> None:
+    memory = memoryview(bytearray(8 * ALIGN))
+    blocks = [(b"%d" % i, 0, i) for i in (0, 1, 2, 5, 6)]
+    to, held = where(*(b[1:] for b in blocks)), where((9, 0), (9, 1), (9, 2), (9, 3), (9, 5))
+    slots = SlotViews(held, lambda at, n: memory[(at & 7) * ALIGN : ((at & 7) + n) * ALIGN])
+    copy = Copy(
+        1, 0, 1, who(*(b[0] for b in blocks)), [b""] * 5, held, to, np.ones(5, np.uint32), False, None
+    )
+    results: list[list[int]] = []
+    site.tier.writer.write(copy, slots, {1: 100}, lambda r: results.append(r.tolist()))
+    [(ios, _)] = site.engine.waiting
+    assert [(io.blocks, io.offset // ALIGN) for io in ios] == [(3, 0), (1, 5), (1, 6)]
+    assert bytes(ios[0].buffer) == bytes(memory[: 3 * ALIGN])
+    site.engine.move(OSError(5, "no"), None, OSError(5, "no"))
+    [(again, _)] = site.engine.waiting
+    assert [(io.blocks, io.offset // ALIGN, len(io.buffer)) for io in again] == [
+        (1, i, ALIGN) for i in range(3)
+    ]
+    site.engine.move(None, OSError(5, "no"), None)
+    site.step()
+    assert results == [[OK, FAILED, OK, OK, FAILED]]
+    assert site.records() == {b"0": (0, 0), b"2": (0, 2), b"5": (0, 5)}
 
 
 def test_only_reads_for_requests_are_urgent(site: Site) -> None:

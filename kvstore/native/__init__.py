@@ -1,0 +1,43 @@
+"""Copies and checksums of batches of blocks: by a C extension, or by numpy and xxhash where there is none.
+
+A batch is a table of `PIECE`: consecutive pieces whose bytes make up one block, and a checksum for each
+block. Both implementations give the same bytes, sums and errors (`tests/native`). The C extension reads each
+byte once and keeps the GIL released over a whole batch. `KVSTORE_NATIVE=0` in the environment turns it off.
+Not covered here: what is copied, and which sum it must have (`kvstore.arena`, `kvstore.client`).
+"""
+
+from __future__ import annotations
+
+import os
+
+from kvstore.native import portable
+from kvstore.native.pieces import PIECE, pieces, whole
+from kvstore.native.portable import copied
+
+try:
+    if os.environ.get("KVSTORE_NATIVE") == "0":
+        raise ImportError("KVSTORE_NATIVE=0")
+    from kvstore.native import _native
+except ImportError as error:
+    IMPLEMENTATION, WHY_NOT = "numpy and xxhash", str(error)
+    copy, copy_in, copy_out = portable.copy, portable.copy_in, portable.copy_out
+    sums, checksum = portable.sums, portable.checksum
+else:
+    IMPLEMENTATION, WHY_NOT = f"native, {_native.instruction_set()}", ""
+    copy, sums, checksum = _native.copy, _native.sums, _native.checksum
+    # Its sum is that of both sides: each byte is read once.
+    copy_in = copy_out = _native.copy_and_sum
+
+__all__ = [
+    "IMPLEMENTATION",
+    "PIECE",
+    "WHY_NOT",
+    "checksum",
+    "copied",
+    "copy",
+    "copy_in",
+    "copy_out",
+    "pieces",
+    "sums",
+    "whole",
+]

@@ -1,0 +1,12 @@
+/* What the files of the C extension share. */
+#ifndef KVSTORE_NATIVE_H
+#define KVSTORE_NATIVE_H
+
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+
+/* Adds the functions of one file to the module. Each returns -1 with an exception, or 0. */
+int add_copies(PyObject *module);
+
+#endif

@@ -1,0 +1,135 @@
+"""Random batches for the C extension, right and wrong ones: bytes, sums and errors are those of the oracle.
+
+    python -m tests.native.fuzz --seconds 20 --seed 1
+
+Ends with 1 and the seed at the first difference. Under a sanitizer, it ends at the first bad access.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from typing import Any
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from kvstore.native import _native, pieces
+
+SIZES = (0, 1, 16, 240, 241, 1023, 1024, 1088, 2048, 4096, 65_536, 262_143, 262_144, 270_001, 1 << 20)
+MOST = 1 << 21
+
+
+def memory(dice: random.Random, nbytes: int) -> Any:
+    """Exactly `nbytes` bytes at the end of an allocation, at any alignment: what lies behind is not ours."""
+    before = dice.randrange(64)
+    return np.frombuffer(dice.randbytes(before + nbytes), np.uint8).copy()[before:]
+
+
+def batch(dice: random.Random) -> tuple[list[Any], list[Any], Any]:
+    """Targets, sources and a table, of which any piece may be wrong."""
+    n, wrong = dice.randrange(1, 6), dice.random() < 0.2
+    sizes = [max(0, dice.choice(SIZES) + dice.randrange(-2, 3)) for _ in range(n)]
+    sources = [memory(dice, size) for size in sizes]
+    targets = [memory(dice, size + dice.randrange(3)) for size in sizes]
+    if dice.random() < 0.1:
+        targets[0] = sources[0]
+    table = pieces(n)
+    for i, row in enumerate(table):
+        start = dice.randrange(sizes[i] + 1) if dice.random() < 0.3 else 0
+        row["source"] = row["target"] = i
+        row["source_offset"], row["length"] = start, dice.choice((sizes[i] - start, (sizes[i] - start) // 2))
+        row["target_offset"] = dice.randrange(len(targets[i]) - int(row["length"]) + 1)
+        row["seed"], row["more"] = dice.getrandbits(64), dice.random() < 0.3
+        if wrong and dice.random() < 0.5:
+            field, low = (
+                dice.choice(("source", "target", "source_offset", "target_offset", "length")),
+                sizes[i],
+            )
+            values = (
+                (n, 2**31) if field in ("source", "target") else (low + 1, 2**63, 2**64 - 1, 2**64 - 1 - low)
+            )
+            table[field][i] = np.uint64(dice.choice(values))
+    table["more"][-1] = dice.random() < 0.02
+    return targets, sources, table
+
+
+def oracle(targets: list[Any], sources: list[Any], table: Any, copying: bool) -> list[int] | None:
+    """Copies, and returns the sum of each row; None for a batch that must be refused."""
+    for row in table.tolist():
+        source, target, start, at, length, *_ = row
+        if source >= len(sources) or start + length > len(sources[source]):
+            return None
+        if copying and (target >= len(targets) or at + length > len(targets[target])):
+            return None
+        if copying and length and targets[target] is sources[source] and abs(start - at) < length:
+            return None
+    if table["more"][-1]:
+        return None
+    sums, block, first = [], b"", None
+    for source, target, start, at, length, seed, _, more in table.tolist():
+        data = sources[source][start : start + length].tobytes()
+        if copying:
+            targets[target][at : at + length] = np.frombuffer(data, np.uint8)
+        block, first = block + data, seed if first is None else first
+        sums.append(0 if more else xxh3_64_intdigest(block, first))
+        if not more:
+            block, first = b"", None
+    return sums
+
+
+def differs(dice: random.Random) -> str:
+    """Runs one batch both ways. Returns what differs, "" if nothing does."""
+    targets, sources, table = batch(dice)
+    call = dice.choice(("copy", "copy_and_sum", "sums"))
+    own_sources = [source.copy() for source in sources]
+    own_targets = [
+        own_sources[i] if target is sources[i] else target.copy() for i, target in enumerate(targets)
+    ]
+    expected = oracle(own_targets, own_sources, table, copying=call != "sums")
+    arguments = (sources, table) if call == "sums" else (targets, sources, table)
+    try:
+        getattr(_native, call)(*arguments)
+    except ValueError as error:
+        got = None
+        if expected is not None:
+            return f"{call} refused a batch: {error}"
+    else:
+        got = table["sum"].tolist()
+    if got is not None and expected is None:
+        return f"{call} took a batch that must be refused"
+    if call != "copy" and got != expected:
+        return f"{call} gave other sums"
+    if not all(map(np.array_equal, targets, own_targets)):
+        return f"{call} gave other bytes"
+    return ""
+
+
+def main() -> int:
+    """Runs for some seconds on every instruction set. Returns the exit code."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    ends, runs, sets = time.monotonic() + options.seconds, 0, 0
+    while True:
+        try:
+            _native.choose(sets)
+        except ValueError:
+            break
+        sets += 1
+    while time.monotonic() < ends:
+        seed = options.seed + runs
+        _native.choose(runs % sets)
+        if problem := differs(random.Random(seed)):
+            print(f"seed {seed}, {_native.instruction_set()}: {problem}")
+            return 1
+        runs += 1
+    print(f"{runs} batches on {sets} instruction sets")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
