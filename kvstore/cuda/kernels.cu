@@ -200,7 +200,8 @@ __global__ void copy_pieces(const u64 *places, u32 n, u32 chunks, u64 each)
  * A block is [outer][runs][heads][8 * chunks] values; a group of them, with one scale, are the runs of
  * one (outer, head). Its code is the scales, a float each, [outer][heads], then a byte a value. All
  * arithmetic is exact but for the one rounding, to the nearest, ties to even; so no order and no
- * contraction changes a bit. See kvstore/fp8.py.
+ * contraction changes a bit. No operand or result that matters is a subnormal float: CuPy has the compiler
+ * flush them to zero. See kvstore/fp8.py.
  *
  * 16 threads look for the largest magnitude of a group, and whoever encodes looks at these 16: nobody waits
  * for anybody, for the price of reading the block twice.
@@ -241,7 +242,9 @@ __device__ static u32 encoded(u32 value, u32 bfloat16, float inverse, float limi
     u32 sign = value >> 8 & 0x80, rest = value & 0x7FFF;
     if (rest >= (bfloat16 ? 0x7F80 : 0x7C00))
         return sign | 0x7F;
-    float scaled = __fmul_rn(widened(rest, bfloat16), inverse);
+    float scaled = bfloat16 && rest < 0x80 /* 2^-133 each; 2^-69 * inverse is not subnormal where it matters */
+                       ? __fmul_rn(__fmul_rn((float)rest, 0x1p-64f), __fmul_rn(inverse, 0x1p-69f))
+                       : __fmul_rn(widened(rest, bfloat16), inverse);
     if (scaled > limit)
         scaled = limit;
     u32 bits = __float_as_uint(scaled);
@@ -256,6 +259,11 @@ __device__ static u32 decoded(u32 code, u32 bfloat16, float scale)
     if (rest == 0x7F)
         return sign | (bfloat16 ? 0x7FC0 : 0x7E00);
     float value = rest < 8 ? __fmul_rn((float)rest, 0x1p-9f) : __uint_as_float((rest << 20) + (120u << 23));
+    if (bfloat16 && scale < 0x1p-100f) { /* 2^64 times as large, so that it is not subnormal */
+        value = __fmul_rn(value, __fmul_rn(scale, 0x1p64f));
+        return sign | (value < 0x1p-62f ? (u32)__fmul_rn(value, 0x1p69f)
+                                        : (__float_as_uint(value) - (64u << 23)) >> 16);
+    }
     value = __fmul_rn(value, scale);
     u32 bits = __float_as_uint(value);
     if (bfloat16)

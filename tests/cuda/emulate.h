@@ -39,3 +39,17 @@ static inline unsigned int __float_as_uint(float value)
 /* Each rounds once: the compiler is told to contract nothing. */
 static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline float __fadd_rn(float a, float b) { return a + b; }
+
+/* CuPy has NVRTC flush subnormal numbers to zero. Returns the mode of before. */
+#ifdef __x86_64__
+static inline unsigned flush_subnormals(void)
+{
+    unsigned mode = __builtin_ia32_stmxcsr();
+    __builtin_ia32_ldmxcsr(mode | 0x8040);
+    return mode;
+}
+static inline void restore(unsigned mode) { __builtin_ia32_ldmxcsr(mode); }
+#else
+static inline unsigned flush_subnormals(void) { return 0; }
+static inline void restore(unsigned mode) { (void)mode; }
+#endif

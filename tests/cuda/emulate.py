@@ -31,6 +31,7 @@ _RUN = """
 int run_{name}(const unsigned *grid, const unsigned *block, void **args)
 {{
     gridDim = (dim3){{grid[0], grid[1], grid[2]}}, blockDim = (dim3){{block[0], block[1], block[2]}};
+    unsigned mode = flush_subnormals();
     for (blockIdx.z = 0; blockIdx.z < gridDim.z; blockIdx.z++)
     for (blockIdx.y = 0; blockIdx.y < gridDim.y; blockIdx.y++)
     for (blockIdx.x = 0; blockIdx.x < gridDim.x; blockIdx.x++)
@@ -38,6 +39,7 @@ int run_{name}(const unsigned *grid, const unsigned *block, void **args)
     for (threadIdx.y = 0; threadIdx.y < blockDim.y; threadIdx.y++)
     for (threadIdx.x = 0; threadIdx.x < blockDim.x; threadIdx.x++)
         {name}({args});
+    restore(mode);
     return {count};
 }}
 const int count_{name} = {count};
