@@ -123,6 +123,7 @@ static void add_piece(progress *block, uint8_t *target, const uint8_t *source, u
             uint64_t room = (block->left ? XXH3_ROW : HELD) - block->held;
             taken = length < room ? length : room;
             memcpy(block->end + block->held, source, taken);
+            READ_ONCE(block->end);
             if (target != NULL)
                 memcpy(target, block->end + block->held, taken);
             block->held += taken;

@@ -14,6 +14,7 @@ static void copy(xxh3_state *state, uint8_t *target, const uint8_t *source, size
     for (size_t i = 0; i < rows; i++) {
         uint8_t row[XXH3_ROW];
         memcpy(row, source + i * XXH3_ROW, XXH3_ROW);
+        READ_ONCE(row);
         xxh3_row(state, row);
         memcpy(target + i * XXH3_ROW, row, XXH3_ROW);
     }

@@ -13,6 +13,9 @@ typedef void copy_rows(xxh3_state *state, uint8_t *target, const uint8_t *source
 /* Only copies. */
 typedef void copy_bytes(uint8_t *target, const uint8_t *source, size_t nbytes);
 
+/* After a copy into memory of this thread: what was copied is used, and not read from the source again. */
+#define READ_ONCE(copy) __asm__ volatile("" : : "r"(copy) : "memory")
+
 typedef struct {
     const char *name;
     sum_rows *sum;

@@ -20,6 +20,7 @@ static void fence(void)
 #define LOAD(at) vreinterpretq_u64_u8(vld1q_u8((const uint8_t *)(at)))
 #define STORE(at, vector) vst1q_u8((uint8_t *)(at), vreinterpretq_u8_u64(vector))
 #define STREAM(at, vector) STORE(at, vector)
+#define REGISTER "w"
 #define ADDED(lanes, value, key) added_neon(lanes, value, key)
 #define SCRAMBLED(lanes, key) scrambled_neon(lanes, key)
 

@@ -4,6 +4,7 @@
  * SET(name)             the name of a function of this set
  * VECTOR                the type of a vector of 16, 32 or 64 bytes
  * LOAD(at), STORE(at, vector), STREAM(at, vector)    STREAM: non-temporal, to a multiple of 16
+ * REGISTER              the constraint of a register that has a vector, for inline assembly
  * ADDED(lanes, value, key)     the lanes after a stripe, see `add_stripe` in xxh3.c
  * SCRAMBLED(lanes, key)        the lanes after a row
  */
@@ -47,6 +48,8 @@ ATTRIBUTE INLINE void SET(rows)(xxh3_state *state, uint8_t *target, const uint8_
             for (size_t j = 0; j < VECTORS; j++) {
                 size_t at = i * XXH3_STRIPE + j * sizeof(VECTOR);
                 VECTOR value = LOAD(source + at);
+                /* GCC would load it again for each use, and another process may have changed it by then. */
+                __asm__("" : "+" REGISTER(value));
                 if (way != SUM_ONLY)
                     STORE(into + at, value);
                 lanes[j] = ADDED(lanes[j], value, LOAD(secret + 8 * i + j * sizeof(VECTOR)));
@@ -103,5 +106,6 @@ ATTRIBUTE static void SET(stream_bytes)(uint8_t *target, const uint8_t *source, 
 #undef LOAD
 #undef STORE
 #undef STREAM
+#undef REGISTER
 #undef ADDED
 #undef SCRAMBLED

@@ -26,6 +26,7 @@ static void fence(void)
 #define LOAD(at) _mm_loadu_si128((const __m128i *)(at))
 #define STORE(at, vector) _mm_storeu_si128((__m128i *)(at), vector)
 #define STREAM(at, vector) _mm_stream_si128((__m128i *)(at), vector)
+#define REGISTER "v"
 #define ADDED(lanes, value, key) added_sse2(lanes, value, key)
 #define SCRAMBLED(lanes, key) scrambled_sse2(lanes, key)
 
@@ -53,6 +54,7 @@ INLINE __m128i scrambled_sse2(__m128i lanes, __m128i key)
 #define LOAD(at) _mm256_loadu_si256((const __m256i *)(at))
 #define STORE(at, vector) _mm256_storeu_si256((__m256i *)(at), vector)
 #define STREAM(at, vector) put_avx2(at, vector)
+#define REGISTER "v"
 #define ADDED(lanes, value, key) added_avx2(lanes, value, key)
 #define SCRAMBLED(lanes, key) scrambled_avx2(lanes, key)
 
@@ -86,6 +88,7 @@ AVX2 INLINE __m256i scrambled_avx2(__m256i lanes, __m256i key)
 #define LOAD(at) _mm512_loadu_si512(at)
 #define STORE(at, vector) _mm512_storeu_si512(at, vector)
 #define STREAM(at, vector) put_avx512(at, vector)
+#define REGISTER "v"
 #define ADDED(lanes, value, key) added_avx512(lanes, value, key)
 #define SCRAMBLED(lanes, key) scrambled_avx512(lanes, key)
 
