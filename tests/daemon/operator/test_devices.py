@@ -365,7 +365,7 @@ def test_a_device_of_another_node_brings_no_block_into_another_namespace(
     second: Path, tmp_path: Path
 ) -> None:
     theirs, ours, keys = new_layout(), new_layout(), names(400)
-    another = {**WITH_NVME, "nvme": {"path": second}}
+    another = {**WITH_NVME, "nvme": {**WITH_NVME["nvme"], "path": second}}
     with LocalDaemon(another) as other, Client(other.url, strict=True) as client:
         store(client.namespace(theirs), keys)
         eventually(lambda: idle(client.status()))
@@ -374,7 +374,7 @@ def test_a_device_of_another_node_brings_no_block_into_another_namespace(
         eventually(lambda: idle(client.status()))
         daemon.stop()
         with (daemon.folder / "kvstore.toml").open("a") as file:
-            file.write(f'[nvme.devices.nvme1]\npath = "{second}"\nlimit = "64 MiB"\n')
+            file.write(f'[nvme.devices.nvme1]\npath = "{second}"\nlimit = "64MiB"\n')
         daemon.start()
         assert "are forgotten" in log_of(daemon)
         assert got(client.namespace(ours), keys[:50]) == 50

@@ -209,7 +209,7 @@ def test_invalid_queries_are_refused(client: Client, more: dict[str, Any], says:
 
 def event_log(most: int = 4) -> tuple[EventLog, Callable[[int], None]]:
     """One over a ring of 16 decisions, and how to have it decide about so many blocks."""
-    ring, rows, _, _ = rows_of(16)
+    ring, rows, _ = rows_of(16)
     nobody: Any = SimpleNamespace(at=lambda _: None, fingerprints={})
     view = SimpleNamespace(decisions=ring, tiers=[TIER])
     core: Any = SimpleNamespace(view=view, now=lambda: 5.0)
