@@ -133,10 +133,11 @@ class CopyQueue:
         return coming
 
     def written_from(self, tier: int, rows: Rows) -> Rows:
-        """Those of the rows that are being written from this tier to a lower one."""
+        """Those of the rows that are being written from this tier to a lower one, which is not fenced."""
         rows = rows[(self._r.blocks.copy_marks[rows] & WRITING) > 0]
-        if len(rows) and len(self._r.topology.memory) > 1:
-            mine = [t.rows[t.alive] for t in self.under_way.values() if t.writing and t.source == tier]
+        fenced = any(state.device.fenced for state in self._r.tiers)
+        if len(rows) and (fenced or len(self._r.topology.memory) > 1):
+            mine = [t.rows[t.alive] for t in self._writes_from(tier)]
             rows = rows[np.isin(rows, np.concatenate([rows[:0], *mine]))]
         return rows
 
@@ -145,8 +146,13 @@ class CopyQueue:
         if not self.writing[pool.tenant]:
             return 0
         marks = self._r.blocks.copy_marks
-        mine = [t for t in self.under_way.values() if t.writing and t.source == tier and t.pool == pool]
+        mine = [t for t in self._writes_from(tier) if t.pool == pool]
         return sum(int(np.count_nonzero(marks[t.rows[t.alive]] & DEMOTE)) for t in mine)
+
+    def _writes_from(self, tier: int) -> list[Transfer]:
+        """Returns the writes to lower tiers that may end soon: not those to a fenced device."""
+        writes = (t for t in self.under_way.values() if t.writing and t.source == tier)
+        return [t for t in writes if not self._r.tiers[t.target].device.fenced]
 
     def relocates(self, namespace: int) -> bool:
         """Returns whether blocks of a namespace are being copied within tier 0, or demoted from it."""
