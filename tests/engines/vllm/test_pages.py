@@ -17,10 +17,10 @@ BLOCKS, HEADS, TOKENS, WIDTH = 8, 2, 32, 64
 SHAPE = (BLOCKS, HEADS, TOKENS, WIDTH)
 
 
-def caches(order: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def caches(order: str, dtype: torch.dtype, device: str = "cpu") -> dict[str, torch.Tensor]:
     """Two layers of random KV, as views (block, head, token, width) of memory in another order of axes."""
     axes = {"B": BLOCKS, "H": HEADS, "N": TOKENS, "C": WIDTH, "L": 2}
-    raw = torch.randint(0, 256, [axes[a] for a in order] + [dtype.itemsize], dtype=torch.uint8)
+    raw = torch.randint(0, 256, [axes[a] for a in order] + [dtype.itemsize], dtype=torch.uint8, device=device)
     memory = raw.view(dtype).squeeze(-1).permute([order.index(a) for a in "LBHNC"])
     return {f"layer.{i}": memory[i] for i in range(2)}
 
