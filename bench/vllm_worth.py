@@ -46,7 +46,8 @@ def device(bench: Bench) -> Iterator[Result]:
     with bench.scratch() as folder:
         slow = folder / "bytes-a-second"
         (folder / "nvme").mkdir()
-        settings = _settings(nvme={"path": folder / "nvme", "limit": 4 * GIB})
+        # Reads of the scrubber show when the device is fast again.
+        settings = _settings(nvme={"path": folder / "nvme", "limit": 4 * GIB}, scrub={})
         with ShimmedDaemon(settings, ["--do", "slow", "--while", str(slow)]) as daemon:
             yield from _rows(bench, "device", daemon, partial(_throttle, slow), _written, _device_speed)
 
