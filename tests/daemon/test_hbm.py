@@ -235,7 +235,7 @@ def test_without_a_pool_blocks_come_from_dram(control: Any) -> None:
 def test_many_blocks_go_in_groups_that_take_little_device_memory(
     control: Any, monkeypatch: pytest.MonkeyPatch, pool: bool
 ) -> None:
-    monkeypatch.setattr("kvstore.client.gpu._GROUP_BYTES", 4 * BLOCK)
+    monkeypatch.setattr("kvstore.client.gpu._STAGED_BYTES", 4 * BLOCK)
     with serving(POOL if pool else WITH_NVME) as (_, client):
         ns, keys = client.namespace(new_layout()), names(11)
         assert ns.put(keys, on_device(payloads(keys))).stored == 11
