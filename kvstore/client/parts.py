@@ -24,12 +24,12 @@ U64: TypeAlias = "npt.NDArray[np.uint64]"
 
 def flat(buffer: Buffer, name: str) -> Any:
     """Returns the bytes of a buffer: a memoryview or a DeviceBuffer. Raises MisuseError with `name`."""
-    if is_on_device(buffer):
-        return wrap(buffer)
     try:
         view = memoryview(buffer)
         return view if view.format == "B" and view.ndim == 1 else view.cast("B")
     except TypeError as error:
+        if is_on_device(buffer):
+            return wrap(buffer)
         raise MisuseError(f"{name}: {error}", "pass a C-contiguous buffer") from None
 
 
