@@ -46,7 +46,8 @@ def device(bench: Bench) -> Iterator[Result]:
     with bench.scratch() as folder:
         slow = folder / "bytes-a-second"
         (folder / "nvme").mkdir()
-        settings = _settings(nvme={"path": folder / "nvme", "limit": 4 * GIB})
+        # Reads of the scrubber show when the device is fast again.
+        settings = _settings(nvme={"path": folder / "nvme", "limit": 4 * GIB}, scrub={})
         with ShimmedDaemon(settings, ["--do", "slow", "--while", str(slow)]) as daemon:
             yield from _rows(bench, "device", daemon, partial(_throttle, slow), _written, _device_speed)
 
@@ -120,6 +121,7 @@ def _slow(bench: Bench, place: str, made: Engine, tokens: int) -> Result:
 
 def _fast(bench: Bench, made: Engine, tokens: int) -> Result:
     bench.doing("fast device")
+    made("plug", connected=True)  # the last sample was one without the store
     began = time.monotonic()
     for number in range(1, _PROMPTS):
         asked = [_prompt(tokens, number)]

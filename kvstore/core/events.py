@@ -355,9 +355,12 @@ class ProbeDone(Event):
 
 @dataclass(slots=True)
 class Scrub(TierEvent):
-    """Probes the next blocks of a tier, up to `limit_bytes`, unless a probe is under way."""
+    """Probes the next `step_bytes` of a tier and the rest of the last block, unless a probe is under way.
 
-    limit_bytes: int
+    Steps of `MEASURED_BYTES` or more also measure the device.
+    """
+
+    step_bytes: int
 
 
 @dataclass(slots=True)

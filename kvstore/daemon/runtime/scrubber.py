@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 
 from kvstore.core.events import Scrub
+from kvstore.core.queues.device_queue import MEASURED_BYTES
 from kvstore.daemon.runtime.executor import Executor
 
-_STEP_BYTES = 4 << 20
+_STEP_BYTES = MEASURED_BYTES
+"""So that each step also measures the device: one that was slow is known to be fast again."""
 
 
 class Scrubber:

@@ -194,7 +194,7 @@ def test_a_probe_takes_as_many_blocks_as_it_may_of_one_size() -> None:
     w.put(0, 3, [b"x", b"y"])
     seen = []
     while not w.p.view.counters["scrub_passes_dram"]:
-        w.send(ev.Scrub(0, 8192))
+        w.send(ev.Scrub(0, 6000))
         [probe] = w.probes.values()
         seen.append((probe.slot_bytes, len(probe.identity)))
         w.send(ev.Scrub(0, 8192))
