@@ -167,7 +167,7 @@ class Lease(_Grant):
                 f"{len(self)} blocks of {size} bytes must fit into it",
             )
         if isinstance(target, DeviceBuffer):
-            check_place(target, self._parts_on)
+            check_place(target.gpu, self._parts_on)
         self._check_open()
         return self._copy(0, Parts.consecutive(target, len(self), size), len(self), verify)
 

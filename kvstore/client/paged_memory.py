@@ -43,7 +43,7 @@ class PagedMemory:
         buffers: list[Memory] = []
         for i, layer in enumerate(layers):
             buffers.append(flat(layer.buffer, f"layer {i}"))
-            check_place(buffers[i], gpu_of(buffers[0]))
+            check_place(gpu_of(buffers[i]), gpu_of(buffers[0]))
             _check_rows(f"layer {i}", layer, pages, buffers[i].nbytes)
         self.gpu = gpu_of(buffers[0])
         # What pages that are not wanted bring is written here.

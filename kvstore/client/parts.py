@@ -48,10 +48,10 @@ def gpu_of(memory: Memory) -> Gpu | None:
     return memory.gpu if isinstance(memory, DeviceBuffer) else None
 
 
-def check_place(memory: Memory, gpu: Gpu | None) -> None:
-    """Raises MisuseError unless the memory is that of a GPU; None: the host's."""
-    if (has := gpu_of(memory)) is not gpu:
-        raise MisuseError(f"an array {_place(has)}", f"the blocks are {_place(gpu)}")
+def check_place(place: Gpu | None, gpu: Gpu | None) -> None:
+    """Raises MisuseError unless an array is where the blocks are: on `gpu`, or in host memory for None."""
+    if place is not gpu:
+        raise MisuseError(f"an array {_place(place)}", f"the blocks are {_place(gpu)}")
 
 
 @dataclass(slots=True)
@@ -107,9 +107,10 @@ class Parts:
         """Returns where these pieces belong in the same blocks, of which each is one piece there."""
         if len(self.lengths) == len(self):
             return blocks
-        counts = np.diff(self.ends, prepend=-1)
+        starts = self.starts
+        counts = self.ends + 1 - starts
         before = np.cumsum(self.lengths) - self.lengths
-        offsets = np.repeat(blocks.offsets - before[self.starts], counts) + before
+        offsets = np.repeat(blocks.offsets - before[starts], counts) + before
         return Parts(blocks.buffers, np.repeat(blocks.numbers, counts), offsets, self.lengths, self.ends)
 
     def addresses(self) -> U64:
@@ -126,8 +127,8 @@ class Parts:
         """Raises MisuseError unless the pieces fill their blocks, are on `gpu` (None: on the host), and can
         be written (`writable`), or are all wanted. `numbers` name the blocks.
         """
-        for buffer in self.buffers:
-            check_place(buffer, gpu)
+        for place in set(map(gpu_of, self.buffers)):
+            check_place(place, gpu)
         # A block without pieces ends where the one before it does.
         sums = np.zeros(len(self.lengths) + 1, np.uint64)
         np.cumsum(self.lengths, out=sums[1:])
