@@ -6,6 +6,7 @@ from kvstore.client.barrier import ExceptionBarrier
 from kvstore.client.estimates import Estimate, StoredPrefix
 from kvstore.client.gpu import DeviceLease, DeviceReservation
 from kvstore.client.leases import Lease, PutResult, Reservation
+from kvstore.client.paged_memory import PagedLayer, PagedMemory
 from kvstore.client.sync import Client, Namespace
 from kvstore.cuda.array_interop import wrap as on_device
 from kvstore.cuda.device import DeviceBuffer
@@ -32,6 +33,8 @@ __all__ = [
     "Layout",
     "Lease",
     "Namespace",
+    "PagedLayer",
+    "PagedMemory",
     "PutResult",
     "Reservation",
     "StoredPrefix",

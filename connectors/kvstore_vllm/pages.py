@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from math import prod
 from typing import Protocol
 
-import numpy as np
 import torch
 
-from kvstore import DeviceBuffer, Lease, Reservation, on_device, why_no_gpu
+from kvstore import Lease, PagedLayer, PagedMemory, Reservation, why_no_gpu
 from kvstore.errors import ConfigError
+
+SKIPPED = -1
 
 
 class Pages(Protocol):
@@ -29,13 +29,13 @@ class Pages(Protocol):
     """The GPU of reservations and leases; None: host memory."""
 
     at_once: int
-    """The number of leased blocks to load in one call."""
+    """The number of stored blocks to save or load in one call."""
 
-    def save(self, reservation: Reservation, slot: int, block_ids: Sequence[int]) -> None:
-        """Copies pages into a slot of a reservation."""
+    def save(self, reservation: Reservation, first: int, block_ids: Sequence[Sequence[int]]) -> None:
+        """Copies pages into slots of a reservation, from `first` on: `block_ids` has those of each slot."""
 
-    def load(self, lease: Lease, first: int, block_ids: Sequence[Sequence[int | None]]) -> int:
-        """Copies leased blocks, from `first` on, into pages. None: skip this page.
+    def load(self, lease: Lease, first: int, block_ids: Sequence[Sequence[int]]) -> int:
+        """Copies leased blocks, from `first` on, into pages. `SKIPPED` stands for a page that is not wanted.
 
         Returns the number of leading blocks that verified.
         """
@@ -63,10 +63,10 @@ def pages_of(kv_caches: dict[str, torch.Tensor], num_blocks: int) -> Pages:
     if not layers:
         raise ConfigError("the engine has no KV cache", "nothing is there to store")
     rows = list(layers.values())
-    if all(each.device.type == "cpu" for each in rows):
-        return HostPages(rows)
-    if all(each.is_cuda for each in rows) and not why_no_gpu():
-        return GpuPages([Layer.of(each) for each in rows])
+    if all(each.device.type == "cpu" for each in rows) or (
+        all(each.is_cuda for each in rows) and not why_no_gpu()
+    ):
+        return DirectPages([_layer(each) for each in rows], num_blocks)
     return DevicePages(rows)
 
 
@@ -94,84 +94,36 @@ def _rows(name: str, cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
     return raw.as_strided((num_blocks, pieces * row_bytes), (pieces * step, 1), start)
 
 
-class HostPages:
-    """KV in host memory: copied and verified in one pass between pages and slots."""
-
-    device: str | None = None
-    at_once = 1
-
-    def __init__(self, layers: list[torch.Tensor]) -> None:
-        self._layers = [rows.numpy() for rows in layers]
-        self._unwanted = [np.empty(rows.shape[1], np.uint8) for rows in self._layers]
-        self.block_bytes = sum(rows.shape[1] for rows in self._layers)
-
-    def save(self, reservation: Reservation, slot: int, block_ids: Sequence[int]) -> None:
-        """See Pages."""
-        reservation.gather(slot, self._parts(block_ids))
-
-    def load(self, lease: Lease, first: int, block_ids: Sequence[Sequence[int | None]]) -> int:
-        """See Pages."""
-        return lease.scatter_all([self._parts(ids) for ids in block_ids], first)
-
-    def _parts(self, block_ids: Sequence[int | None]) -> list[np.ndarray]:
-        parts: list[np.ndarray] = []
-        for block_id in block_ids:
-            parts += self._unwanted if block_id is None else [rows[block_id] for rows in self._layers]
-        return parts
+def _layer(rows: torch.Tensor) -> PagedLayer:
+    """Returns the layer of rows that `_rows` returned."""
+    whole = torch.empty(0, dtype=torch.uint8, device=rows.device).set_(rows.untyped_storage())
+    buffer = whole.numpy() if rows.device.type == "cpu" else whole
+    return PagedLayer(buffer, rows.storage_offset(), rows.stride(0), rows.shape[1])
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """The cache of a layer in GPU memory. Page i has `row_bytes` bytes from `start` + i * `step` on."""
-
-    memory: DeviceBuffer
-    start: int
-    step: int
-    row_bytes: int
-
-    @classmethod
-    def of(cls, rows: torch.Tensor) -> Layer:
-        """Returns the layer of rows that `_rows` returned."""
-        whole = torch.empty(0, dtype=torch.uint8, device=rows.device).set_(rows.untyped_storage())
-        return cls(on_device(whole), rows.storage_offset(), rows.stride(0), rows.shape[1])
-
-    def row(self, block_id: int) -> DeviceBuffer:
-        """Returns one page of the layer."""
-        start = self.start + block_id * self.step
-        return self.memory.part(start, start + self.row_bytes)
-
-
-class GpuPages:
-    """KV in GPU memory, copied by kvstore's kernels: one kernel scatters many blocks, one verifies them.
+class DirectPages:
+    """KV in memory from which kvstore itself copies: the host's, or a GPU's by kernels, one for many blocks.
 
     The scheduler has seen the output of the step that computed a saved block, so a save needs no
     synchronization. A load has ended when `load` returns.
     """
 
     device: str | None
-    at_once = 64
 
-    def __init__(self, layers: list[Layer]) -> None:
-        self._layers = layers
-        gpu = layers[0].memory.gpu
-        self.device = gpu.uuid
-        self._unwanted = gpu.allocate(max(layer.row_bytes for layer in layers))
-        self.block_bytes = sum(layer.row_bytes for layer in layers)
+    def __init__(self, layers: Sequence[PagedLayer], num_blocks: int) -> None:
+        self._memory = PagedMemory(layers, num_blocks)
+        self.block_bytes = self._memory.page_bytes
+        gpu = self._memory.gpu
+        # A call on the host delays a revoked transfer, one on a GPU waits for the device.
+        self.device, self.at_once = (None, 16) if gpu is None else (gpu.uuid, 64)
 
-    def save(self, reservation: Reservation, slot: int, block_ids: Sequence[int]) -> None:
+    def save(self, reservation: Reservation, first: int, block_ids: Sequence[Sequence[int]]) -> None:
         """See Pages."""
-        reservation.gather(slot, self._parts(block_ids))
+        reservation.gather_all(self._memory.parts(block_ids), first)
 
-    def load(self, lease: Lease, first: int, block_ids: Sequence[Sequence[int | None]]) -> int:
+    def load(self, lease: Lease, first: int, block_ids: Sequence[Sequence[int]]) -> int:
         """See Pages."""
-        return lease.scatter_all([self._parts(ids) for ids in block_ids], first)
-
-    def _parts(self, block_ids: Sequence[int | None]) -> list[DeviceBuffer]:
-        return [
-            self._unwanted.part(0, layer.row_bytes) if block_id is None else layer.row(block_id)
-            for block_id in block_ids
-            for layer in self._layers
-        ]
+        return lease.scatter_all(self._memory.parts(block_ids), first)
 
 
 class DevicePages:
@@ -191,27 +143,27 @@ class DevicePages:
         self.block_bytes = sum(self._sizes)
         self._mine = threading.local()
 
-    def save(self, reservation: Reservation, slot: int, block_ids: Sequence[int]) -> None:
+    def save(self, reservation: Reservation, first: int, block_ids: Sequence[Sequence[int]]) -> None:
         """See Pages."""
-        buffer = self._buffer(len(block_ids))
-        with self._stream():
-            packed = torch.cat([rows[block_id] for block_id in block_ids for rows in self._layers])
-            buffer.copy_(packed)
-        reservation.gather(slot, [buffer.numpy()])
+        for slot, ids in enumerate(block_ids, first):
+            buffer = self._buffer(len(ids))
+            with self._stream():
+                buffer.copy_(torch.cat([rows[block_id] for block_id in ids for rows in self._layers]))
+            reservation.gather(slot, [buffer.numpy()])
 
-    def load(self, lease: Lease, first: int, block_ids: Sequence[Sequence[int | None]]) -> int:
+    def load(self, lease: Lease, first: int, block_ids: Sequence[Sequence[int]]) -> int:
         """See Pages."""
         good = (self._load(lease, first + i, ids) for i, ids in enumerate(block_ids))
         return sum(takewhile(bool, good))
 
-    def _load(self, lease: Lease, index: int, block_ids: Sequence[int | None]) -> bool:
+    def _load(self, lease: Lease, index: int, block_ids: Sequence[int]) -> bool:
         buffer = self._buffer(len(block_ids))
         if not lease.scatter(index, [buffer.numpy()]):
             return False
         with self._stream() as stream:
             parts = buffer.to(self._device).split(self._sizes * len(block_ids))
-            targets = [None if b is None else rows[b] for b in block_ids for rows in self._layers]
-            wanted = [(t, part) for t, part in zip(targets, parts, strict=True) if t is not None]
+            rows = [(block_id, layer) for block_id in block_ids for layer in self._layers]
+            wanted = [(layer[i], part) for (i, layer), part in zip(rows, parts, strict=True) if i != SKIPPED]
             torch._foreach_copy_([target for target, _ in wanted], [part for _, part in wanted])
             if stream is not None:
                 stream.synchronize()

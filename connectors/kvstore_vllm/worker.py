@@ -31,7 +31,7 @@ from kvstore_vllm.metrics import (
     reason_of,
 )
 from kvstore_vllm.options import OWN, Scope
-from kvstore_vllm.pages import Pages
+from kvstore_vllm.pages import SKIPPED, Pages
 from kvstore_vllm.tenants import Tenants
 
 _LOADERS = 4
@@ -308,9 +308,8 @@ class WorkerHalf:
         """Loads the leading pages of a part. `waits`: for blocks not stored yet. Raises UNANSWERED."""
         group = self._groups[part.group]
         per_key, pages = group.per_key, group.pages
-        wanted: list[int | None] = [None] * part.skip
-        wanted += part.block_ids
-        wanted += [None] * (len(part.keys) * per_key - len(wanted))
+        wanted = [SKIPPED] * part.skip + part.block_ids
+        wanted += [SKIPPED] * (len(part.keys) * per_key - len(wanted))
         namespace = self._open(loading, group, part.block_ids)
         if namespace is None:
             outcome.why = CANCELLED
@@ -358,7 +357,7 @@ class WorkerHalf:
     def _fill_store(self, saving: _Transfer, save: Save, ends: float, outcome: Outcome) -> None:
         """Stores the leading blocks of a save. Raises UNANSWERED."""
         group, parent = self._groups[save.group], save.parent
-        namespace, per_key = self._open(saving, group, save.block_ids), group.per_key
+        namespace, per_key, pages = self._open(saving, group, save.block_ids), group.per_key, group.pages
         chains = self._open(saving, self._full, ())
         if namespace is None or chains is None:
             outcome.why = CANCELLED
@@ -370,14 +369,15 @@ class WorkerHalf:
             tokens, size = save.tokens, group.layout.block_tokens
             if tokens is not None:
                 tokens = tokens[start * size : (start + len(keys)) * size]
-            with namespace.reserve(keys, parent, left_s, group.pages.device, tokens, chain) as reservation:
-                for slot, at in enumerate(reservation.wanted):
-                    first = (start + at) * per_key
+            with namespace.reserve(keys, parent, left_s, pages.device, tokens, chain) as reservation:
+                firsts = [(start + at) * per_key for at in reservation.wanted]
+                ids = [save.block_ids[first : first + per_key] for first in firsts]
+                for slot in range(0, len(ids), pages.at_once):
                     with self._copying(saving) as allowed:
                         if not allowed:
                             outcome.why = CANCELLED
                             return
-                        group.pages.save(reservation, slot, save.block_ids[first : first + per_key])
+                        pages.save(reservation, slot, ids[slot : slot + pages.at_once])
                 result = reservation.commit()
             outcome.good += result.stored + result.present
             outcome.present += result.present

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstore.client.estimates import Estimate
-from kvstore.client.gpu import is_on_device
-from kvstore.client.leases import Buffer, as_bytes
-from kvstore.cuda.array_interop import wrap
-from kvstore.cuda.device import DeviceBuffer, Gpu, resolve, why_not
+from kvstore.client.parts import Buffer, as_bytes, gpu_of
+from kvstore.cuda.array_interop import is_on_device
+from kvstore.cuda.device import Gpu, resolve, why_not
 from kvstore.errors import MisuseError
 from kvstore.types import Key, Layout, as_tokens, check_keys, check_tenant
 from kvstore.wire.messages import NORMAL
@@ -153,13 +152,13 @@ def recompute_s(layout: Layout, tokens_per_s: float) -> float:
 def check_blocks(keys: Sequence[Key], blocks: Buffer, block_bytes: int) -> tuple[list[Any], Gpu | None]:
     """Returns one flat view per key, and the GPU of all blocks. Raises MisuseError for a wrong size."""
     if hasattr(blocks, "ndim") or is_on_device(blocks):
-        whole = _flat(blocks, "blocks", len(keys) * block_bytes)
+        whole = as_bytes(blocks, "blocks", len(keys) * block_bytes)
         views = [whole[i * block_bytes : (i + 1) * block_bytes] for i in range(len(keys))]
     elif len(blocks) != len(keys):
         raise MisuseError(f"{len(blocks)} blocks for {len(keys)} keys", "one block per key")
     else:
-        views = [_flat(block, f"block {i}", block_bytes) for i, block in enumerate(blocks)]
-    gpus = {view.gpu if isinstance(view, DeviceBuffer) else None for view in views}
+        views = [as_bytes(block, f"block {i}", block_bytes) for i, block in enumerate(blocks)]
+    gpus = {gpu_of(view) for view in views}
     if len(gpus) > 1:
         raise MisuseError("blocks of one call are in several places", "all in host memory, or on one GPU")
     return views, gpus.pop() if gpus else None
@@ -167,17 +166,8 @@ def check_blocks(keys: Sequence[Key], blocks: Buffer, block_bytes: int) -> tuple
 
 def check_out(keys: Sequence[Key], out: Buffer, block_bytes: int) -> tuple[Any, Gpu | None]:
     """Returns `out` as flat writable bytes, and its GPU. Raises MisuseError unless all blocks fill it."""
-    flat = _flat(out, "out", len(keys) * block_bytes, writable=True)
-    return flat, flat.gpu if isinstance(flat, DeviceBuffer) else None
-
-
-def _flat(buffer: Buffer, what: str, nbytes: int, writable: bool = False) -> memoryview | DeviceBuffer:
-    if not is_on_device(buffer):
-        return as_bytes(buffer, what, nbytes, writable)
-    flat = wrap(buffer)
-    if flat.nbytes != nbytes:
-        raise MisuseError(f"{what} has {flat.nbytes} bytes instead of {nbytes}", "see Layout.block_bytes")
-    return flat
+    flat = as_bytes(out, "out", len(keys) * block_bytes, writable=True)
+    return flat, gpu_of(flat)
 
 
 def check_token_ids(tokens: Any, keys: Sequence[Key], layout: Layout) -> bytes:

@@ -73,6 +73,10 @@ class DeviceExtent:
         self._whole = gpu.open_export(handle, nbytes)
         weakref.finalize(self, quietly, gpu.close_export, self._whole).atexit = False
 
+    def memory(self, slot_bytes: int) -> tuple[DeviceBuffer, int]:
+        """Returns the whole extent, and where in it slot 0 starts. The view keeps the extent mapped."""
+        return DeviceBuffer(self._whole.address, self._whole.nbytes, self._whole.gpu, self), 0
+
     def payload(self, slot_bytes: int, index: int, nbytes: int) -> DeviceBuffer:
         """Returns the first `nbytes` bytes of a slot's payload. The view keeps the extent mapped."""
         return DeviceBuffer(self._whole.address + index * slot_bytes, nbytes, self._whole.gpu, self)

@@ -9,44 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 from xxhash import xxh3_64
 
 from kvstore import arena
-from kvstore.client.slots import Parts, Slots
-from kvstore.cuda.device import Gpu
+from kvstore.client.parts import U64, Buffer, Parts, check_place, flat
+from kvstore.client.slots import Slots
+from kvstore.cuda.device import DeviceBuffer, Gpu
 from kvstore.errors import MisuseError, UnavailableError
 from kvstore.types import SLOT_RECORD, Key
 
-Buffer = Any
-"""Anything with the buffer protocol: bytes, memoryview, numpy array."""
-
-
-def as_bytes(buffer: Buffer, name: str, nbytes: int, writable: bool = False) -> memoryview:
-    """Returns a flat view of a buffer of exactly `nbytes`. Raises MisuseError with `name` otherwise."""
-    [flat] = _parts([buffer], name, nbytes, writable)
-    return flat
-
-
-def _parts(buffers: Sequence[Buffer], name: str, nbytes: int, writable: bool = False) -> list[memoryview]:
-    """Returns flat views of buffers of `nbytes` in total. Raises MisuseError otherwise."""
-    flats = [_flat(buffer, name) for buffer in buffers]
-    total = sum(flat.nbytes for flat in flats)
-    if total != nbytes:
-        raise MisuseError(f"{name} has {total} bytes instead of {nbytes}", "see Layout.block_bytes")
-    if writable and any(flat.readonly for flat in flats):
-        raise MisuseError(f"{name} is read-only")
-    return flats
-
-
-def _flat(buffer: Buffer, name: str) -> memoryview:
-    try:
-        view = memoryview(buffer)
-        return view if view.format == "B" and view.ndim == 1 else view.cast("B")
-    except TypeError as error:
-        raise MisuseError(f"{name}: {error}", "pass a C-contiguous buffer") from None
+Blocks: TypeAlias = Sequence[Sequence[Buffer]] | Parts
+"""For each block the buffers of its parts, or a table of `PagedMemory.parts`."""
 
 
 def _nothing(*_: Any) -> None:
@@ -71,6 +47,17 @@ class _Grant:
 
     def __len__(self) -> int:
         return len(self._slots)
+
+    @property
+    def _parts_on(self) -> Gpu | None:
+        """Where the parts of blocks must be; None: in host memory."""
+        return None
+
+    def _parts(self, blocks: Blocks, numbers: Sequence[int], writable: bool = False) -> Parts:
+        """Returns the parts of blocks that are named by `numbers`. Raises MisuseError, see `Parts.check`."""
+        parts = blocks if isinstance(blocks, Parts) else Parts.of(blocks, numbers)
+        parts.check(self._slots.block_bytes, numbers, self._parts_on, writable)
+        return parts
 
     def _finish(self) -> None:
         """Ends the grant. Does nothing if it has ended."""
@@ -173,19 +160,16 @@ class Lease(_Grant):
         `out` is a writable C-contiguous buffer of at least len * block_bytes bytes. Its bytes behind the
         good blocks are undefined.
         """
-        size = self._slots.block_bytes
-        try:
-            flat = memoryview(out).cast("B")
-        except TypeError as error:
-            raise MisuseError(f"out: {error}", "pass a writable C-contiguous buffer") from None
-        if flat.readonly or flat.nbytes < size * len(self):
+        size, target = self._slots.block_bytes, flat(out, "out")
+        if target.readonly or target.nbytes < size * len(self):
             raise MisuseError(
-                f"out has {flat.nbytes} bytes{', read-only' if flat.readonly else ''}",
+                f"out has {target.nbytes} bytes{', read-only' if target.readonly else ''}",
                 f"{len(self)} blocks of {size} bytes must fit into it",
             )
-
+        if isinstance(target, DeviceBuffer):
+            check_place(target.gpu, self._parts_on)
         self._check_open()
-        return self._copy(0, Parts.consecutive(flat, len(self), size), len(self), verify)
+        return self._copy(0, Parts.consecutive(target, len(self), size), len(self), verify)
 
     def scatter(self, i: int, parts: Sequence[Buffer]) -> bool:
         """Copies block i into `parts`, writable C-contiguous buffers that it fills one after another.
@@ -195,12 +179,14 @@ class Lease(_Grant):
         """
         return self.scatter_all([parts], i) == 1
 
-    def scatter_all(self, parts: Sequence[Sequence[Buffer]], first: int = 0) -> int:
-        """Scatters the blocks from `first` on, one list of parts each; returns the number of good ones."""
-        self._check_range(first, len(parts))
-        size = self._slots.block_bytes
-        flats = [_parts(each, f"block {i}", size, writable=True) for i, each in enumerate(parts, first)]
-        return self._copy(first, Parts.of(flats), len(parts), verify=True)
+    def scatter_all(self, parts: Blocks, first: int = 0) -> int:
+        """Copies the blocks from `first` on into their parts: lists of buffers, or pages of `PagedMemory`.
+
+        Returns how many leading ones of these are good. The bytes of the other parts are undefined.
+        """
+        n = len(parts)
+        self._check_range(first, n)
+        return self._copy(first, self._parts(parts, range(first, first + n), writable=True), n, verify=True)
 
     def read(self, i: int, out: Buffer, offset: int = 0) -> None:
         """Fills `out` with bytes of block i from `offset` on. Not verified.
@@ -307,18 +293,15 @@ class Reservation(_Grant):
         """Copies C-contiguous buffers, one after another, into slot i: a whole block."""
         self.gather_all([parts], i)
 
-    def gather_all(self, parts: Sequence[Sequence[Buffer]], first: int = 0) -> None:
-        """Gathers into the slots from `first` on, one list of parts each."""
-        self._check_range(first, len(parts))
-        if not parts:
+    def gather_all(self, parts: Blocks, first: int = 0) -> None:
+        """Fills the slots from `first` on from their parts: lists of buffers, or pages of `PagedMemory`."""
+        n = len(parts)
+        self._check_range(first, n)
+        if not n:
             return
-        size = self._slots.block_bytes
-        flats = [_parts(each, f"block {self.wanted[i]}", size) for i, each in enumerate(parts, first)]
-        end = first + len(parts)
-        keys = [self._keys[i] for i in self.wanted[first:end]]
-        sums = self._slots.copy_in(first, Parts.of(flats), arena.seeds(self._namespace, keys, size))
-        self._checksums[first:end] = memoryview(sums.tobytes()).cast("Q")
-        self._has_checksum[first:end] = b"\x01" * len(parts)
+        sums = self._copy_in(first, self._parts(parts, self.wanted[first : first + n]))
+        self._checksums[first : first + n] = memoryview(sums.tobytes()).cast("Q")
+        self._has_checksum[first : first + n] = b"\x01" * n
 
     def write(self, i: int, part: Buffer, offset: int = 0) -> None:
         """Copies `part` into slot i at byte `offset`, for instance layer by layer.
@@ -355,6 +338,14 @@ class Reservation(_Grant):
     def abort(self) -> None:
         """Ends the reservation without storing blocks. Does nothing if it has ended."""
         self._finish()
+
+    def _copy_in(self, first: int, parts: Parts) -> U64:
+        """Fills slots from `first` on. Returns their checksums."""
+        return self._slots.copy_in(first, parts, self._seeds(first, len(parts)))
+
+    def _seeds(self, first: int, n: int) -> list[int]:
+        keys = [self._keys[i] for i in self.wanted[first : first + n]]
+        return arena.seeds(self._namespace, keys, self._slots.block_bytes)
 
     def _set_checksum(self, i: int, checksum: int) -> None:
         self._checksums[i] = checksum

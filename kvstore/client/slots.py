@@ -6,45 +6,15 @@ Not covered: who may read or fill them (`leases`), and slots in a GPU's memory (
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore import native
+from kvstore.client.parts import U64, Parts
 from kvstore.cuda.device import Gpu
 from kvstore.types import HBM_EXTENTS, SLOT_RECORD
-
-U64: TypeAlias = "npt.NDArray[np.uint64]"
-
-
-@dataclass(slots=True)
-class Parts:
-    """Pieces of the caller's buffers that make up blocks: those of one block, then those of the next."""
-
-    buffers: Sequence[memoryview]
-    numbers: npt.NDArray[Any]
-    """The buffer of each piece."""
-    offsets: U64
-    lengths: U64
-    ends: npt.NDArray[Any]
-    """The last piece of each block."""
-
-    @classmethod
-    def consecutive(cls, buffer: memoryview, n: int, block_bytes: int) -> Parts:
-        """Returns n blocks, one after another in one buffer."""
-        lengths = np.full(n, block_bytes, np.uint64)
-        each = np.arange(n, dtype=np.uint64)
-        return cls([buffer], np.zeros(n, np.uint32), each * np.uint64(block_bytes), lengths, np.arange(n))
-
-    @classmethod
-    def of(cls, parts: Sequence[Sequence[memoryview]]) -> Parts:
-        """Returns blocks of several buffers each."""
-        buffers = [buffer for each in parts for buffer in each]
-        lengths = np.fromiter((buffer.nbytes for buffer in buffers), np.uint64, len(buffers))
-        ends = np.cumsum([len(each) for each in parts], dtype=np.int64) - 1
-        return cls(buffers, np.arange(len(buffers)), np.zeros(len(buffers), np.uint64), lengths, ends)
 
 
 class Slots:
@@ -75,6 +45,18 @@ class Slots:
         place = self._wide[3 * i]
         extent = self._extents[place >> 32]
         return extent.payload(self._slot_bytes, place & 0xFFFFFFFF, self.block_bytes)
+
+    def parts(self, first: int, n: int) -> Parts:
+        """Returns n slots from `first` on, each as one piece of `block_bytes`."""
+        places, buffers = self._records(first, n)["place"], []
+        numbers, offsets = np.zeros(n, np.uint32), np.zeros(n, np.uint64)
+        for at, (extent, mapped) in enumerate(self._extents.items()):
+            memory, payload_offset = mapped.memory(self._slot_bytes)
+            inside = places >> np.uint64(32) == extent
+            numbers[inside], offsets[inside] = at, payload_offset
+            buffers.append(memory)
+        offsets += (places & np.uint64(0xFFFFFFFF)) * np.uint64(self._slot_bytes)
+        return Parts(buffers, numbers, offsets, np.full(n, self.block_bytes, np.uint64), np.arange(n))
 
     def register(self, gpu: Gpu) -> None:
         """Registers the extents, which are in DRAM, with CUDA."""
@@ -124,33 +106,22 @@ class Slots:
 
     def _table(
         self, first: int, n: int, parts: Parts | None = None, here: str = "source", there: str = "target"
-    ) -> tuple[npt.NDArray[Any], list[memoryview]]:
+    ) -> tuple[npt.NDArray[Any], Sequence[Any]]:
         """Returns the pieces of n slots and their parts, and the memory in which the slots are.
 
         `here`, `there`: the sides of the slots and of the parts.
         """
-        table = native.pieces(n if parts is None else len(parts.lengths))
-        places, buffers, start = self._records(first, n)["place"], [], np.zeros(n, np.uint64)
-        number = np.zeros(n, np.uint32)
-        for at, (extent, mapped) in enumerate(self._extents.items()):
-            memory, payload_offset = mapped.memory(self._slot_bytes)
-            inside = places >> np.uint64(32) == extent
-            number[inside], start[inside] = at, payload_offset
-            buffers.append(memory)
-        start += (places & np.uint64(0xFFFFFFFF)) * np.uint64(self._slot_bytes)
-        if parts is None:
-            table[here], table[f"{here}_offset"], table["length"] = number, start, self.block_bytes
-            return table, buffers
-        table[there], table[f"{there}_offset"], table["length"] = parts.numbers, parts.offsets, parts.lengths
-        if len(parts.lengths) > n:
-            before = np.cumsum(parts.lengths) - parts.lengths
-            counts = np.diff(parts.ends, prepend=-1)
-            number, start = np.repeat(number, counts), np.repeat(start, counts)
-            start += before - np.repeat(np.arange(n, dtype=np.uint64) * np.uint64(self.block_bytes), counts)
+        slots = self.parts(first, n)
+        if parts is not None:
+            slots = parts.within(slots)
+        table = native.pieces(len(slots.lengths))
+        table[here], table[f"{here}_offset"], table["length"] = slots.numbers, slots.offsets, slots.lengths
+        if parts is not None:
+            table[there], table[f"{there}_offset"] = parts.numbers, parts.offsets
+        if len(table) > n:
             table["more"] = 1
-            table["more"][parts.ends] = 0
-        table[here], table[f"{here}_offset"] = number, start
-        return table, buffers
+            table["more"][slots.ends] = 0
+        return table, slots.buffers
 
     def _versions(self, records: npt.NDArray[Any]) -> U64:
         """Returns the versions in the headers of slots; the granted ones for slots in HBM: no headers."""
@@ -165,4 +136,4 @@ class Slots:
 
 def _set_seeds(table: npt.NDArray[Any], parts: Parts, seeds: Sequence[int]) -> None:
     """Sets the seed of the first piece of each block."""
-    table["seed"][np.concatenate(([0], parts.ends[:-1] + 1))] = seeds
+    table["seed"][parts.starts] = seeds

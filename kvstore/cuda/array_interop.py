@@ -12,6 +12,13 @@ from kvstore.cuda.device_ids import uuids
 from kvstore.errors import MisuseError
 
 
+def is_on_device(array: object) -> bool:
+    """Returns whether an array declares that it is in a GPU's memory."""
+    return not isinstance(array, bytes | bytearray | memoryview | np.ndarray) and hasattr(
+        array, "__cuda_array_interface__"
+    )
+
+
 def wrap(array: Any) -> DeviceBuffer:
     """Returns all bytes of a C-contiguous array with `__cuda_array_interface__`, and keeps it alive.
 

@@ -34,32 +34,38 @@ _PRIME64_1 = np.uint64(0x9E3779B185EBCA87)
 _PRIME_MX1 = np.uint64(0x165667919E3779F9)
 
 
-def checksums(stream: Stream, blocks: Sequence[Buffer], seeds: Sequence[int]) -> NDArray[np.uint64]:
-    """Returns xxh3_64 of each whole buffer under its 64-bit seed. Waits for the stream.
+def spans(buffers: Sequence[Buffer]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """Returns the addresses and the lengths (bytes) of buffers, as the functions below take them."""
+    addresses = np.array([buffer.address for buffer in buffers], np.uint64)
+    return addresses, np.array([buffer.nbytes for buffer in buffers], np.uint64)
 
-    Rows of 1 KiB are hashed in parallel, then chained in sequence: many buffers take hardly longer than one.
+
+def checksums(
+    stream: Stream, addresses: NDArray[np.uint64], lengths: NDArray[np.uint64], seeds: Sequence[int]
+) -> NDArray[np.uint64]:
+    """Returns xxh3_64 of each of n blocks in device memory under its 64-bit seed. Waits for the stream.
+
+    Rows of 1 KiB are hashed in parallel, then chained in sequence: many blocks take hardly longer than one.
     """
-    if len(blocks) != len(seeds):
-        raise ValueError(f"{len(blocks)} blocks, {len(seeds)} seeds")
-    table = np.empty(len(blocks), _HASHED)
-    table["address"] = [block.address for block in blocks]
-    table["length"] = [block.nbytes for block in blocks]
-    table["seed"] = np.array(seeds, np.uint64)
-    short = np.flatnonzero(table["length"] <= _SHORT_BYTES).tolist()
+    if not len(addresses) == len(lengths) == len(seeds):
+        raise ValueError(f"{len(addresses)} addresses, {len(lengths)} lengths, {len(seeds)} seeds")
+    table = np.empty(len(seeds), _HASHED)
+    table["address"], table["length"], table["seed"] = addresses, lengths, np.array(seeds, np.uint64)
+    short = np.flatnonzero(table["length"] <= _SHORT_BYTES)
     long = np.flatnonzero(table["length"] > _SHORT_BYTES)
     # Longest first: every block of a launch gets as many rows as its longest.
     long = long[np.argsort(table["length"][long])[::-1]]
-    copies = {i: bytearray(blocks[i].nbytes) for i in short}
-    for i, copy in copies.items():
-        stream.copy(memoryview(copy), blocks[i])
+    copies = _copied(stream, table[short])
     folds = np.empty((len(long), 4), np.uint64)
     if len(long):
         _hash(stream, table[long], folds)
     stream.wait()
-    sums = np.empty(len(blocks), np.uint64)
+    sums = np.empty(len(seeds), np.uint64)
     sums[long] = _mixed(folds, table["length"][long])
-    for i, copy in copies.items():
-        sums[i] = xxh3_64_intdigest(copy, seeds[i])
+    sums[short] = [
+        xxh3_64_intdigest(copy, seed)
+        for copy, seed in zip(copies, table["seed"][short].tolist(), strict=True)
+    ]
     return sums
 
 
@@ -161,6 +167,18 @@ def _hash(stream: Stream, table: NDArray[np.void], folds: NDArray[np.uint64]) ->
         into = folded.part(start * 32, stop * 32)
         stream.launch("xxh3_chain", _grid(n * 4, _CHAIN_THREADS), _CHAIN_THREADS, some, *shape, sums, into)
     stream.copy(folds.data.cast("B"), folded)
+
+
+def _copied(stream: Stream, table: NDArray[np.void]) -> list[memoryview]:
+    """Starts to copy blocks to host memory. Returns the copies."""
+    ends = np.cumsum(table["length"], dtype=np.uint64)
+    whole = memoryview(bytearray(int(ends[-1]) if len(ends) else 0))
+    starts = ends - table["length"]
+    if whole:
+        joined = stream.scratch(len(whole))
+        copy_pieces(stream, starts + np.uint64(joined.address), table["address"], table["length"])
+        stream.copy(whole, joined)
+    return [whole[start:stop] for start, stop in zip(starts.tolist(), ends.tolist(), strict=True)]
 
 
 def _mixed(folds: NDArray[np.uint64], lengths: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -21,6 +21,7 @@ from kvstore.core.actions import BlockIds
 from kvstore.core.events import CORRUPT, FAILED, OK
 from kvstore.cuda.checksums import checksums, reserve
 from kvstore.cuda.device import CudaError, DeviceBuffer, Gpu, Stream
+from kvstore.cuda.kernels import spans
 from kvstore.tiers.base import Memory
 from kvstore.tiers.results import Done, Results
 
@@ -141,6 +142,6 @@ def _run(batch: Batch, stream: Stream) -> Results:
 def _checksums(stream: Stream, blocks: Sequence[Memory], seeds: list[int]) -> npt.NDArray[np.uint64]:
     on_gpu = [block for block in blocks if isinstance(block, DeviceBuffer)]
     if len(on_gpu) == len(blocks):
-        return checksums(stream, on_gpu, seeds)
+        return checksums(stream, *spans(on_gpu), seeds)
     host = [block for block in blocks if isinstance(block, memoryview)]
     return np.array([arena.checksum(host[i], seeds[i]) for i in range(len(host))], np.uint64)

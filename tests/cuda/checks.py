@@ -9,7 +9,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from kvstore import Fp8
-from kvstore.cuda.kernels import checksums, copy_pieces
+from kvstore.cuda.kernels import checksums, copy_pieces, spans
 
 LENGTHS = [1, 16, 128, 129, 240, 241, 255, 256, 1023, 1024, 1025, 1088, 1089, 17 << 10, (17 << 10) + 1]
 LENGTHS += [(64 << 10) - 1, 64 << 10, (64 << 10) + 1, 2 << 20]
@@ -41,7 +41,7 @@ def back(gpu: Any, buffer: Any) -> Array:
 
 def check_checksums(gpu: Any, datas: Sequence[Array], seeds: Sequence[int]) -> None:
     """They are xxhash's, all in one call."""
-    sums = checksums(gpu.stream(), [on(gpu, data) for data in datas], seeds)
+    sums = checksums(gpu.stream(), *spans([on(gpu, data) for data in datas]), seeds)
     assert sums.tolist() == [xxh3_64_intdigest(d.data, s) for d, s in zip(datas, seeds, strict=True)]
 
 
@@ -49,14 +49,14 @@ def check_a_flipped_bit(gpu: Any, nbytes: int) -> None:
     """Whichever bit of a block is flipped, the checksum is another."""
     data, stream = noise(nbytes), gpu.stream()
     buffer = on(gpu, data)
-    [right] = checksums(stream, [buffer], [7])
+    [right] = checksums(stream, *spans([buffer]), [7])
     for at in {0, nbytes // 2, nbytes - 1} | {i * nbytes // 9 for i in range(9)}:
         other = data[at : at + 1] ^ 1 << at % 8
         stream.copy(buffer.part(at, at + 1), other.astype(np.uint8).data)
-        [wrong] = checksums(stream, [buffer], [7])
+        [wrong] = checksums(stream, *spans([buffer]), [7])
         assert wrong != right, at
         stream.copy(buffer.part(at, at + 1), data[at : at + 1].data)
-    assert checksums(stream, [buffer], [7])[0] == right
+    assert checksums(stream, *spans([buffer]), [7])[0] == right
 
 
 def check_pieces(gpu: Any, pieces: Sequence[tuple[int, int, int]], room: int) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.cuda import kernels
-from kvstore.cuda.kernels import checksums, copy_pieces
+from kvstore.cuda.kernels import checksums, copy_pieces, spans
 from tests.cuda.checks import (
     LENGTHS,
     SEEDS,
@@ -52,7 +52,7 @@ def test_more_blocks_than_scratch_has_room_for(gpu: HostGpu, monkeypatch: pytest
     monkeypatch.setattr(kernels, "ROWS", 40)
     stream = gpu.stream()
     datas = [noise(n, n) for n in (16 << 10, 300, 64 << 10, 16 << 10, 5000, 16 << 10, 2000)]
-    sums = checksums(stream, [on(gpu, data) for data in datas], range(7))
+    sums = checksums(stream, *spans([on(gpu, data) for data in datas]), range(7))
     check_checksums(gpu, datas, range(7))
     # One has more rows than there is room for, two of 15 rows fit, then one of 15 and what is shorter.
     assert stream.launched == ["xxh3_rows", "xxh3_chain"] * 4
@@ -60,9 +60,9 @@ def test_more_blocks_than_scratch_has_room_for(gpu: HostGpu, monkeypatch: pytest
 
 
 def test_no_blocks_and_too_few_seeds(gpu: HostGpu) -> None:
-    assert checksums(gpu.stream(), [], []).tolist() == []
-    with pytest.raises(ValueError, match="1 blocks, 0 seeds"):
-        checksums(gpu.stream(), [gpu.allocate(1)], [])
+    assert checksums(gpu.stream(), *spans([]), []).tolist() == []
+    with pytest.raises(ValueError, match="1 addresses, 1 lengths, 0 seeds"):
+        checksums(gpu.stream(), *spans([gpu.allocate(1)]), [])
 
 
 @pytest.mark.parametrize("nbytes", [1, 240, 241, 1024, 1025, 66_000])

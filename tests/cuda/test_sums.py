@@ -11,6 +11,7 @@ import pytest
 from kvstore import arena
 from kvstore.cuda import checksums
 from kvstore.cuda.device import CudaError, Gpu, uuids
+from kvstore.cuda.kernels import spans
 from tests.cuda.faking import fake_cuda
 from tests.tiers.nvme.test_device_io import filled
 from tests.tiers.test_io_engine import noise
@@ -41,16 +42,16 @@ def test_no_group_needs_more_than_there_is(
     seen: list[int] = []
     hashed = checksums.hashed
 
-    def spy(stream: Any, blocks: Any, seeds: Any) -> Any:
-        seen.append(len(blocks))
-        return hashed(stream, blocks, seeds)
+    def spy(stream: Any, addresses: Any, lengths: Any, seeds: Any) -> Any:
+        seen.append(len(addresses))
+        return hashed(stream, addresses, lengths, seeds)
 
     monkeypatch.setattr(checksums, "hashed", spy)
     monkeypatch.setattr(checksums, "GROUP_BYTES", 10 * KIB)
     data = [noise(n * KIB, i) for i, n in enumerate(lengths)]
     slots = filled(gpu, *data, slot=96 * KIB)
     blocks = [slot[: len(block)] for slot, block in zip(slots, data, strict=True)]
-    got = checksums.checksums(gpu.stream(), blocks, range(len(blocks)))
+    got = checksums.checksums(gpu.stream(), *spans(blocks), range(len(blocks)))
     assert got.tolist() == [arena.checksum(memoryview(block), i) for i, block in enumerate(data)]
     assert seen == groups
 
@@ -65,12 +66,12 @@ def test_without_memory_the_processor_does_it(
     monkeypatch.setattr(checksums, "hashed", none_left)
     blocks = filled(gpu, noise(5000, 1), noise(5000, 2), slot=5000)
     if computed:
-        got = checksums.checksums(gpu.stream(), blocks, [7, 1 << 63])
+        got = checksums.checksums(gpu.stream(), *spans(blocks), [7, 1 << 63])
         want = [arena.checksum(memoryview(noise(5000, i)), s) for i, s in ((1, 7), (2, 1 << 63))]
         assert np.array_equal(got, np.array(want, np.uint64))
     else:
         with pytest.raises(CudaError, match="none left"):
-            checksums.checksums(gpu.stream(), blocks, [7, 8])
+            checksums.checksums(gpu.stream(), *spans(blocks), [7, 8])
 
 
 def test_reserved_memory_is_used(gpu: Gpu) -> None:

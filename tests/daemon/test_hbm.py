@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore import AsyncClient, Client, Layout, errors
+from kvstore import AsyncClient, Client, Layout, PagedLayer, PagedMemory, errors
 from kvstore.client.gpu import DeviceLease, DeviceReservation
 from kvstore.cuda.device import DeviceBuffer, Gpu, uuids
 from kvstore.daemon.tenancy.auth import hash_of, new_token
@@ -183,7 +183,7 @@ def test_get_and_scatter_fill_device_arrays(control: Any) -> None:
 
 def test_the_documented_example_works_as_pasted(control: Any) -> None:
     text = (Path(__file__).parents[2] / "docs/python.md").read_text()
-    [example] = [e for e in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "scatter_all" in e]
+    [example] = [e for e in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "cuda:0" in e]
     with serving() as (_, client):
         ns, keys = stored(client)
         target = gpu().allocate(6 * BLOCK)
@@ -232,10 +232,82 @@ def test_without_a_pool_blocks_come_from_dram(control: Any) -> None:
 
 
 @pytest.mark.parametrize("pool", [True, False])
+def test_pages_of_device_memory_are_stored_and_loaded(
+    control: Any, monkeypatch: pytest.MonkeyPatch, pool: bool
+) -> None:
+    """In groups of 2 blocks each way: pages of three layers, of which two share their memory."""
+    monkeypatch.setattr("kvstore.client.gpu._STAGED_BYTES", 2 * BLOCK)
+    monkeypatch.setattr("kvstore.client.gpu.GROUP_BYTES", 2 * BLOCK)
+    rows, third = 12, BLOCK // 4
+    with serving(POOL if pool else WITH_NVME) as (_, client):
+        data = noise_pages(rows, 3, third)
+        memory = [on_device(data[:, :2]), on_device(data[:, 2])]
+        layers = [PagedLayer(memory[0], i * third, 2 * third, third) for i in range(2)]
+        paged = PagedMemory([*layers, PagedLayer(memory[1], 0, third, third)], rows)
+        assert (paged.gpu, paged.page_bytes) == (gpu(), 3 * third)
+        ns, keys = client.namespace(new_layout(6 * third)), names(5)
+        with ns.reserve(keys, device="cuda:0") as room:
+            room.gather_all(paged.parts(np.arange(10).reshape(5, 2)))
+            assert room.commit().stored == 5
+        out = room_for(5, 6 * third)
+        assert ns.get(keys, out) == 5
+        assert np.array_equal(out, data[:10].reshape(5, -1))
+        for piece in memory:
+            gpu().thread_stream().zero(piece)
+        with ns.acquire(keys, device="cuda:0") as lease:
+            assert lease.in_hbm is pool
+            assert lease.scatter_all(paged.parts([[11, 0], [-1, 1], [2, -1], [5, 4]]), 1) == 4
+        expected = np.zeros_like(data)
+        expected[[11, 0, 1, 2, 5, 4]] = data[[2, 3, 5, 6, 8, 9]]
+        assert bytes_of(memory[0]) == expected[:, :2].tobytes()
+        assert bytes_of(memory[1]) == expected[:, 2].tobytes()
+
+
+def noise_pages(*shape: int) -> Any:
+    return np.random.default_rng(8).integers(0, 256, shape, np.uint8)
+
+
+def test_tables_that_do_not_suit_a_lease_of_the_gpu_are_refused(control: Any) -> None:
+    host = PagedMemory([PagedLayer(bytearray(8 * BLOCK), 0, BLOCK, BLOCK)], 8)
+    with serving() as (_, client):
+        ns, keys = stored(client)
+        there = gpu().allocate(8 * BLOCK)
+        paged = PagedMemory([PagedLayer(there, 0, BLOCK, BLOCK // 2)], 8)
+        with pytest.raises(errors.MisuseError, match=f"layer 1 has 8 rows in bytes 1 to {8 * BLOCK + 1} of"):
+            PagedMemory([PagedLayer(there, i, BLOCK, BLOCK) for i in range(2)], 8)
+        with pytest.raises(errors.MisuseError, match=f"an array in host memory.*are on {gpu().uuid}"):
+            PagedMemory([PagedLayer(memory, 0, 1, 1) for memory in (there, bytearray(9))], 8)
+        with ns.acquire(keys, device="cuda:0") as lease:
+            with pytest.raises(errors.MisuseError, match=f"in host memory.*the blocks are on {gpu().uuid}"):
+                lease.scatter_all(host.parts([[1]]))
+            with pytest.raises(
+                errors.MisuseError, match=f"block 5 has {BLOCK // 2} bytes instead of {BLOCK}"
+            ):
+                lease.scatter_all(paged.parts([[1]]), 5)
+            with pytest.raises(errors.MisuseError, match="blocks 5 to 7"):
+                lease.scatter_all(paged.parts([[1, 2], [3, 4]]), 5)
+            with pytest.raises(errors.MisuseError, match=r"out has .* read-only"):
+                lease.copy_into(bytes(6 * BLOCK))
+        with pytest.raises(errors.MisuseError, match="has ended"):
+            lease.verify()
+        with ns.acquire(keys) as lease:
+            with pytest.raises(errors.MisuseError, match=f"on {gpu().uuid}.*the blocks are in host memory"):
+                lease.scatter_all(paged.parts([[1, 2]]))
+            with pytest.raises(errors.MisuseError, match=f"on {gpu().uuid}.*the blocks are in host memory"):
+                lease.copy_into(there)
+        with ns.reserve(names(1, "more"), device="cuda:0") as room:
+            with pytest.raises(errors.MisuseError, match="with a page of -1"):
+                room.gather_all(paged.parts([[1, -1]]))
+            with pytest.raises(errors.MisuseError, match="in host memory"):
+                room.fill(0, bytes(BLOCK))
+
+
+@pytest.mark.parametrize("pool", [True, False])
 def test_many_blocks_go_in_groups_that_take_little_device_memory(
     control: Any, monkeypatch: pytest.MonkeyPatch, pool: bool
 ) -> None:
-    monkeypatch.setattr("kvstore.client.gpu._GROUP_BYTES", 4 * BLOCK)
+    monkeypatch.setattr("kvstore.client.gpu._STAGED_BYTES", 4 * BLOCK)
+    monkeypatch.setattr("kvstore.client.gpu.GROUP_BYTES", 4 * BLOCK)
     with serving(POOL if pool else WITH_NVME) as (_, client):
         ns, keys = client.namespace(new_layout()), names(11)
         assert ns.put(keys, on_device(payloads(keys))).stored == 11
@@ -395,6 +467,10 @@ def test_two_gpus_have_a_pool_each() -> None:
         elsewhere = on_device(payloads(keys[:1]))
         with ns.acquire(keys, device=second) as lease, pytest.raises(errors.MisuseError, match=f"on {first}"):
             lease.scatter(0, [elsewhere])
+        paged = PagedMemory([PagedLayer(elsewhere, 0, BLOCK, BLOCK)], 1)
+        refused = pytest.raises(errors.MisuseError, match=f"on {first}.*the blocks are on {second}")
+        with ns.reserve(names(1, "more"), device=second) as room, refused:
+            room.gather_all(paged.parts([[0]]))
 
 
 def test_a_lost_gpu_takes_its_pool_with_it_and_blocks_are_served_from_below(control: Any) -> None:

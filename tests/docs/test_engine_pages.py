@@ -38,7 +38,7 @@ def test_a_block_of_the_client_page_runs_and_prints_what_it_says(block: str) -> 
 
 
 def test_only_blocks_that_need_a_gpu_do_not_run() -> None:
-    assert len(RUN) == 3
+    assert len(RUN) == 4
     assert all("cuda" in block for block in BLOCKS if block not in RUN)
 
 

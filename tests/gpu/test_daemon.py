@@ -13,6 +13,7 @@ ON_A_GPU = (
     "test_get_and_scatter_fill_device_arrays",
     "test_the_documented_example_works_as_pasted",
     "test_rooms_are_filled_from_parts_on_the_device",
+    "test_pages_of_device_memory_are_stored_and_loaded",
     "test_without_a_pool_blocks_come_from_dram",
     "test_a_prefix_larger_than_the_pool_is_served_from_dram",
     "test_a_wrong_byte_is_found_in_the_pool_and_served_right_by_the_same_call",

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed", exc_type=I
 
 from kvstore import Client, Layout  # noqa: E402
 from kvstore.lab.local_daemon import LocalDaemon  # noqa: E402
-from kvstore_vllm.pages import DevicePages, GpuPages, pages_of  # noqa: E402
+from kvstore_vllm.pages import SKIPPED, DevicePages, DirectPages, pages_of  # noqa: E402
 from tests.daemons import names  # noqa: E402
 from tests.engines.vllm.test_pages import BLOCKS, caches  # noqa: E402
 
@@ -27,22 +27,21 @@ def test_blocks_are_loaded_into_other_pages(
     if way == "a host buffer":
         monkeypatch.setattr("kvstore_vllm.pages.why_no_gpu", lambda: "no cupy")
     pages = pages_of(kv, BLOCKS)
-    assert type(pages) is (DevicePages if way == "a host buffer" else GpuPages)
+    assert type(pages) is (DevicePages if way == "a host buffer" else DirectPages)
     pool = {"limit": "16MiB" if way == "the pool" else 0}
     settings = {"dram": {"limit": "16MiB"}, "hbm": pool, "scrub": {"rate": 0}}
     keys = names(2)
     with LocalDaemon(settings) as daemon, Client(daemon.url, deadline_s=20, strict=True) as client:
         ns = client.namespace(Layout(model="pages", block_bytes=2 * pages.block_bytes))
         with ns.reserve(keys, device=pages.device) as room:
-            pages.save(room, 0, [1, 5])
-            pages.save(room, 1, [0, 7])
+            pages.save(room, 0, [[1, 5], [0, 7]])
             assert room.commit().stored == 2
         for cache in kv.values():
             cache.zero_()
         torch.cuda.synchronize()
         with ns.acquire(keys, device=pages.device) as lease:
             assert lease.in_hbm is (way == "the pool")
-            assert pages.load(lease, 0, [[3, None], [None, 4]]) == 2
+            assert pages.load(lease, 0, [[3, SKIPPED], [SKIPPED, 4]]) == 2
     for name, cache in kv.items():
         raw, was = cache.view(torch.uint8), before[name].view(torch.uint8)
         assert torch.equal(raw[3], was[1])

@@ -23,7 +23,8 @@ from kvstore.client.calls.scope import (
 from kvstore.client.checks import check_device, check_out, check_speed, recompute_s, with_wait
 from kvstore.client.estimates import UNKNOWN, Estimate, StoredPrefix
 from kvstore.client.gpu import DeviceLease
-from kvstore.client.leases import Buffer, Lease
+from kvstore.client.leases import Lease
+from kvstore.client.parts import Buffer
 from kvstore.client.prompts import PromptRequests
 from kvstore.client.slots import Slots
 from kvstore.cuda.device import Gpu

@@ -19,7 +19,8 @@ from kvstore.client.calls.scope import (
 )
 from kvstore.client.checks import check_blocks, check_chain, check_device, check_parent, check_token_ids
 from kvstore.client.gpu import DeviceReservation
-from kvstore.client.leases import INVALIDATED, NO_ANSWER, Buffer, PutResult, Reservation
+from kvstore.client.leases import INVALIDATED, NO_ANSWER, PutResult, Reservation
+from kvstore.client.parts import Buffer
 from kvstore.client.slots import Slots
 from kvstore.cuda.device import Gpu
 from kvstore.errors import DeniedError, TierError

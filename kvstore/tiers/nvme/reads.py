@@ -15,6 +15,7 @@ from kvstore.core.actions import BlockIds, Copy, Probe, Where
 from kvstore.core.events import CORRUPT, FAILED, OK
 from kvstore.cuda.checksums import checksums
 from kvstore.cuda.device import CudaError, DeviceBuffer
+from kvstore.cuda.kernels import spans
 from kvstore.tiers.base import BlockIO, IOEngine, Memory
 from kvstore.tiers.nvme.io.transforms import TagError
 from kvstore.tiers.nvme.slots import SlotMap, in_gpu, submit_blocks
@@ -114,5 +115,5 @@ def _verify_on_gpu(
         blocks.append(slots[i][:length])
         seeds.append(arena.seed(fingerprints[number], identity.key(i), length))
     stream = slots[which[0]].gpu.thread_stream()
-    good: npt.NDArray[np.bool_] = checksums(stream, blocks, seeds) == identity.checksum[which]
+    good: npt.NDArray[np.bool_] = checksums(stream, *spans(blocks), seeds) == identity.checksum[which]
     return good

@@ -322,12 +322,13 @@ class FakePages:
         self.go_on = threading.Semaphore(0)
         self.read: list[int] = []
 
-    def save(self, room: Any, slot: int, block_ids: list[int]) -> None:
-        self.read += block_ids
-        assert self.go_on.acquire(timeout=10)
-        room.fill(slot, bytes([block_ids[0]]) * BLOCK_BYTES)
+    def save(self, room: Any, first: int, block_ids: list[list[int]]) -> None:
+        for slot, [block_id] in enumerate(block_ids, first):
+            self.read.append(block_id)
+            assert self.go_on.acquire(timeout=10)
+            room.fill(slot, bytes([block_id]) * BLOCK_BYTES)
 
-    def load(self, lease: Any, first: int, block_ids: list[list[int | None]]) -> int:
+    def load(self, lease: Any, first: int, block_ids: list[list[int]]) -> int:
         return int(block_ids != [[13]])
 
 

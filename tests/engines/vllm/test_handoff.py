@@ -37,12 +37,12 @@ class FilledPages:
     at_once = 4
 
     def __init__(self) -> None:
-        self.loaded: list[int | None] = []
+        self.loaded: list[int] = []
 
-    def save(self, room: Any, slot: int, block_ids: list[int]) -> None:
+    def save(self, room: Any, first: int, block_ids: list[list[int]]) -> None:
         raise AssertionError("nothing is saved here")
 
-    def load(self, lease: Any, first: int, block_ids: list[list[int | None]]) -> int:
+    def load(self, lease: Any, first: int, block_ids: list[list[int]]) -> int:
         for [block_id] in block_ids:
             self.loaded.append(block_id)
         return len(block_ids)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from kvstore import Client, Layout
+from kvstore import Client, Layout, PagedLayer
 from kvstore.cuda.device import Gpu, uuids
 from kvstore.errors import ConfigError
 from kvstore.lab.local_daemon import LocalDaemon
-from kvstore_vllm.pages import DevicePages, GpuPages, HostPages, Layer, pages_of
+from kvstore_vllm.pages import SKIPPED, DevicePages, DirectPages, _rows, pages_of
 from tests.cuda.faking import fake_cuda
 from tests.daemons import names
 
@@ -27,28 +29,28 @@ def caches(order: str, dtype: torch.dtype, device: str = "cpu") -> dict[str, tor
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
-@pytest.mark.parametrize("way", [HostPages, DevicePages])
+@pytest.mark.parametrize("way", [DirectPages, DevicePages])
 def test_blocks_are_loaded_into_other_pages(
     client: Client, way: type, order: str, dtype: torch.dtype
 ) -> None:
     """A device's way is tried on host memory: there is no device here."""
     kv = caches(order, dtype)
     before = {name: cache.clone() for name, cache in kv.items()}
-    host = pages_of(kv, BLOCKS)
-    assert isinstance(host, HostPages)
-    assert host.block_bytes == 2 * HEADS * TOKENS * WIDTH * dtype.itemsize
-    pages = way([torch.from_numpy(rows) for rows in host._layers])
+    pages: Any = pages_of(kv, BLOCKS)
+    assert isinstance(pages, DirectPages)
+    assert pages.block_bytes == 2 * HEADS * TOKENS * WIDTH * dtype.itemsize
+    if way is DevicePages:
+        pages = DevicePages([_rows(name, cache, BLOCKS) for name, cache in kv.items()])
     keys = names(2, f"{way.__name__} {order} {dtype}")
     ns = client.namespace(Layout(model="pages", block_bytes=2 * pages.block_bytes))
     with ns.reserve(keys) as room:
-        pages.save(room, 0, [1, 5])
-        pages.save(room, 1, [0, 7])
+        pages.save(room, 0, [[1, 5], [0, 7]])
         assert room.commit().stored == 2
     for cache in kv.values():
         cache.zero_()
     with ns.acquire(keys) as lease:
-        assert pages.load(lease, 0, [[3, None]]) == 1
-        assert pages.load(lease, 1, [[None, 4]]) == 1
+        assert pages.load(lease, 0, [[3, SKIPPED]]) == 1
+        assert pages.load(lease, 1, [[SKIPPED, 4]]) == 1
     for name, cache in kv.items():
         raw, was = cache.view(torch.uint8), before[name].view(torch.uint8)
         assert torch.equal(raw[3], was[1])
@@ -65,9 +67,9 @@ def test_a_gpus_pages_are_filled_by_kernels(pool: bool) -> None:
         gpu = Gpu.open(uuids()[0])
         memory = [gpu.allocate(rows * 2 * row_bytes) for _ in range(3)]
         # The rows of two layers in one piece of memory, and one by itself.
-        layers = [Layer(memory[i], 0, 2 * row_bytes, row_bytes) for i in range(2)]
-        layers.append(Layer(memory[0], row_bytes, 2 * row_bytes, row_bytes))
-        pages, stream = GpuPages(layers), gpu.thread_stream()
+        layers = [PagedLayer(memory[i], 0, 2 * row_bytes, row_bytes) for i in range(2)]
+        layers.append(PagedLayer(memory[0], row_bytes, 2 * row_bytes, row_bytes))
+        pages, stream = DirectPages(layers, rows), gpu.thread_stream()
         before = torch.randint(0, 256, (3, rows, row_bytes), dtype=torch.uint8)
 
         def move(out: bool) -> torch.Tensor:
@@ -75,7 +77,9 @@ def test_a_gpus_pages_are_filled_by_kernels(pool: bool) -> None:
             for i, layer in enumerate(layers):
                 for row in range(rows):
                     host = memoryview(held[i, row].numpy())
-                    stream.copy(*((host, layer.row(row)) if out else (layer.row(row), host)))
+                    start = layer.start + row * layer.step
+                    there = layer.buffer.part(start, start + row_bytes)
+                    stream.copy(*((host, there) if out else (there, host)))
             stream.wait()
             return held
 
@@ -83,15 +87,15 @@ def test_a_gpus_pages_are_filled_by_kernels(pool: bool) -> None:
         keys = names(4, f"gpu pages {pool}")
         ns = client.namespace(Layout(model="gpu pages", block_bytes=2 * pages.block_bytes))
         with ns.reserve(keys, device=pages.device) as room:
-            for slot in range(4):
-                pages.save(room, slot, [2 * slot, 2 * slot + 1])
+            pages.save(room, 0, [[0, 1]])
+            pages.save(room, 1, [[2, 3], [4, 5], [6, 7]])
             assert room.commit().stored == 4
         for piece in memory:
             stream.zero(piece)
         stream.wait()
         with ns.acquire(keys, device=pages.device) as lease:
             assert lease.in_hbm is pool
-            assert pages.load(lease, 1, [[7, None], [None, 0], [1, 2]]) == 3
+            assert pages.load(lease, 1, [[7, SKIPPED], [SKIPPED, 0], [1, 2]]) == 3
         after = move(out=True)
         for row, was in ((7, 2), (0, 5), (1, 6), (2, 7)):
             assert torch.equal(after[:, row], before[:, was])
