@@ -10,7 +10,7 @@ from typing import Any
 from kvstore.client.estimates import Estimate
 from kvstore.client.parts import Buffer, as_bytes, gpu_of
 from kvstore.cuda.array_interop import is_on_device
-from kvstore.cuda.device import Gpu, resolve, why_not
+from kvstore.cuda.device import Gpu, why_not
 from kvstore.errors import MisuseError
 from kvstore.types import Key, Layout, as_tokens, check_keys, check_tenant
 from kvstore.wire.messages import NORMAL
@@ -188,4 +188,4 @@ def check_device(device: int | str | None) -> Gpu | None:
         return None
     if reason := why_not():
         raise MisuseError(f"device {device!r}: {reason}", "leave device out for blocks in host memory")
-    return Gpu.open(resolve(device))
+    return Gpu.named(device)

@@ -90,6 +90,16 @@ class TestWhatThereIs:
         with pytest.raises(MisuseError, match=f"device {device!r} is no GPU here.*{UUID}, {SECOND}"):
             resolve(device)
 
+    @pytest.mark.parametrize("device", [0, "cuda:0", UUID, "GPU-01"])
+    def test_cuda_is_asked_for_a_name_once(
+        self, control: Any, monkeypatch: pytest.MonkeyPatch, device: int | str
+    ) -> None:
+        """Each acquire and reservation names its GPU, and listing the GPUs takes 10 ms."""
+        first = Gpu.named(device)
+        monkeypatch.setattr("kvstore.cuda.device_ids.uuids", list)
+        monkeypatch.setattr("kvstore.cuda.device.uuids", list)
+        assert Gpu.named(device) is first is Gpu.open(UUID)
+
     def test_a_prefix_of_two_names_neither(self, control: Any) -> None:
         with pytest.raises(MisuseError, match="more than one"):
             resolve("GPU-0")
