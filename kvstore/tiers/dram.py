@@ -299,14 +299,15 @@ class DramTier:
 
     def move(self, copy: Copy, fingerprints: dict[int, bytes], lengths: dict[int, int], done: Done) -> None:
         """Copies blocks between extents and verifies each. Results as in CopyDone."""
-        sources, targets = self.slots(copy.source_where), self.slots(copy.target_where)
+        # Views that exist keep the memory of an extent that is closed meanwhile, here and in `probe`.
+        sources, targets = list(self.slots(copy.source_where)), list(self.slots(copy.target_where))
         self._verify(copy.identity, targets, fingerprints, lengths, done, sources)
 
     def probe(
         self, probe: Probe, fingerprints: dict[int, bytes], lengths: dict[int, int], done: Done
     ) -> None:
         """See `StorageTier.probe`."""
-        self._verify(probe.identity, self.slots(probe.where), fingerprints, lengths, done)
+        self._verify(probe.identity, list(self.slots(probe.where)), fingerprints, lengths, done)
 
     def _verify(
         self,
