@@ -23,6 +23,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 ENGINES = sorted(file.parent.name for file in HERE.glob("*/requirements.txt"))
+OPTIONS = {"vllm": ["--numprocesses=2", "--dist=loadfile"]}
+"""Options of pytest for an engine. Tests of vLLM start many engines, which takes less than one core."""
 
 
 def cache() -> Path:
@@ -97,6 +99,7 @@ def main() -> int:
         _say(f"testing with {engine}")
         # The conftest of the other tests wants packages that engines do not need; engines warn of themselves.
         options = [f"--confcutdir={HERE}", "-Wignore::DeprecationWarning", "-Wignore::FutureWarning"]
+        options += OPTIONS.get(engine, [])
         command = [python, "-m", "pytest", *options, HERE / engine, *more]
         worst = max(worst, subprocess.run(command, cwd=ROOT, env=environment(), check=False).returncode)
     return worst

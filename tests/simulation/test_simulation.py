@@ -60,7 +60,7 @@ OF_DEVICES = (
 )
 OF_POOLS = ("with a pool", "pool lost", "blocks read from a pool", "blocks copied by the GPU")
 OF_KINDS = ("with independent namespaces", "hits of independent blocks", "present")
-BREAKS_WITHIN = 300
+BREAKS_WITHIN = 1000
 """How many seeds it may take to catch code that was broken on purpose."""
 
 

@@ -22,6 +22,17 @@ PLAIN: dict[str, Any] = {"dtype": "float32", "max_model_len": 1024, "block_size"
 ROPE = {"rope_type": "default", "rope_theta": 5000.0}
 
 
+def gelu(config: Any) -> Any:
+    """An override that is a function."""
+    config.update({"hidden_act": "gelu"})
+    return config
+
+
+def shown(options: dict[str, Any]) -> str:
+    """The name of a case, the same in every process."""
+    return str({name: getattr(value, "__name__", value) for name, value in options.items()})
+
+
 def named(model: Path, **options: Any) -> str:
     """What an engine's options say of its KV."""
     return repr(configured(EngineArgs(model=str(model), **PLAIN | options).create_engine_config()))
@@ -36,7 +47,7 @@ def named(model: Path, **options: Any) -> str:
         {"kv_cache_dtype": "fp8"},
         {"hf_overrides": {"rope_parameters": ROPE}},
         {"hf_overrides": {"rms_norm_eps": 1e-3}},
-        {"hf_overrides": lambda config: config.update({"hidden_act": "gelu"}) or config},
+        {"hf_overrides": gelu},
         {"model_impl": "transformers"},
         {"dtype": "bfloat16", "quantization": "fp8"},
         {"dtype": "bfloat16", "quantization": "experts_int8"},
@@ -51,7 +62,7 @@ def named(model: Path, **options: Any) -> str:
         {"additional_config": {"of": "a plugin"}},
         {"kv_cache_dtype_skip_layers": ["0"], "kv_cache_dtype": "fp8"},
     ],
-    ids=str,
+    ids=shown,
 )
 def test_an_option_that_may_change_kv_changes_the_namespace(model: Path, options: dict[str, Any]) -> None:
     dtype = {"dtype": options["dtype"]} if len(options) > 1 and "dtype" in options else {}
