@@ -18,6 +18,7 @@ from tests.engines import environments
 
 BLOCK_TOKENS = 32
 VOCABULARY = 512
+PATIENT = "tests.engines.vllm.patient"
 
 # One thread: two engines and a daemon share two cores here, and OpenMP's threads spin while they wait.
 ENVIRONMENT = {
@@ -46,7 +47,7 @@ def connector(daemon: LocalDaemon | str, **extra: Any) -> dict[str, Any]:
     return {
         "kv_transfer_config": {
             "kv_connector": "KVStoreConnector",
-            "kv_connector_module_path": "kvstore_vllm",
+            "kv_connector_module_path": PATIENT,
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"url": url, "deadline_s": 10.0, **extra},

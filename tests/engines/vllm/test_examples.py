@@ -20,6 +20,7 @@ from tests.engines.vllm.engine import full_blocks
 from tests.engines.vllm.models import make_model
 from tests.engines.vllm.terminals import SMALL, Terminals, blocks, columns, healthy, lines
 
+pytestmark = pytest.mark.alone
 EXAMPLES = Path(__file__).parents[3] / "examples"
 PAGE_TOKENS = 128
 """Block size of vLLM on CPUs."""

@@ -17,12 +17,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kvstore import Client
 from kvstore.lab.local_daemon import LocalDaemon
 from tests.daemons import eventually
 from tests.engines.vllm.engine import BLOCK_TOKENS, ENVIRONMENT, full_blocks, prompt
 from tests.programs import need
 
+pytestmark = pytest.mark.alone
 PAGE = (Path(__file__).parents[3] / "docs/vllm.md").read_text(encoding="utf-8")
 SERVERS = {**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 

@@ -13,7 +13,7 @@ from kvstore.errors import ConfigError
 from kvstore.lab.local_daemon import LocalDaemon
 from kvstore_vllm.pages import SKIPPED, DevicePages, DirectPages, _rows, pages_of
 from tests.cuda.faking import fake_cuda
-from tests.daemons import names
+from tests.daemons import eventually, names
 
 BLOCKS, HEADS, TOKENS, WIDTH = 8, 2, 32, 64
 SHAPE = (BLOCKS, HEADS, TOKENS, WIDTH)
@@ -64,6 +64,7 @@ def test_a_gpus_pages_are_filled_by_kernels(pool: bool) -> None:
     settings = {"dram": {"limit": "16MiB"}, "hbm": {"limit": "16MiB" if pool else 0}, "scrub": {"rate": 0}}
     rows, row_bytes = 8, 1000
     with fake_cuda(), LocalDaemon(settings) as daemon, Client(daemon.url, deadline_s=20) as client:
+        eventually(lambda: all(tier["capacity_bytes"] for tier in client.status()["tiers"]))
         gpu = Gpu.open(uuids()[0])
         memory = [gpu.allocate(rows * 2 * row_bytes) for _ in range(3)]
         # The rows of two layers in one piece of memory, and one by itself.

@@ -13,12 +13,15 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import pytest
+
 from tests.admin.serving import free_port
 from tests.daemons import eventually
 from tests.engines.tokenizer import add_tokenizer
 from tests.engines.vllm.models import make_model
 from tests.engines.vllm.terminals import Terminals, blocks, columns, healthy, lines
 
+pytestmark = pytest.mark.alone
 ROOT = Path(__file__).parents[3]
 SOURCES = ("LICENSE", "README.md", "pyproject.toml", "connectors", "kvstore")
 

@@ -21,6 +21,7 @@ from tests.engines.vllm.engine import (
     said,
 )
 
+pytestmark = pytest.mark.alone
 TOKENS = 1500
 SLOW_BYTES_A_S = 1e6
 SETTINGS = {
