@@ -25,7 +25,7 @@ ROOT = HERE.parent.parent
 ENGINES = sorted(file.parent.name for file in HERE.glob("*/requirements.txt"))
 NONE_SELECTED = 5
 RUNS = {"vllm": (["--numprocesses=2", "--dist=loadfile", "-m", "not alone"], ["-m", "alone"])}
-"""Options of each run of pytest for an engine. Starting engines, as vLLM's tests do, takes one core of two."""
+"""Options of each run of pytest for an engine. Starting an engine, as tests of vLLM do, takes one core."""
 
 
 def cache() -> Path:

@@ -1,6 +1,7 @@
-"""The connector with more time for a lookup: on a machine that also runs other tests, 50 ms can be too short."""
+"""The connector with more time for a lookup: beside other tests, the 50 ms of users can be too short."""
 
-from kvstore_vllm import KVStoreConnector as KVStoreConnector
-from kvstore_vllm import lookup
+from kvstore_vllm import KVStoreConnector, lookup
+
+__all__ = ["KVStoreConnector"]
 
 lookup.LOOKUP_DEADLINE_S = 0.5
