@@ -42,7 +42,7 @@ def engine_of(
     with bench.scratch() as folder:
         _save(folder, model)
         bench.doing("starting vLLM")
-        flag = connector(daemon, **options)
+        flag = connector(daemon, "kvstore_vllm", **options)
         with Engine(folder, python, threads, dtype=model["torch_dtype"], **_OPTIONS, **flag) as made:
             yield made
 
@@ -57,7 +57,7 @@ def roles(bench: Bench, model: dict[str, Any], dram_bytes: int) -> Iterator[tupl
         bench.doing("starting vLLM")
         made = []
         for role in ("kv_producer", "kv_consumer"):
-            [transfer] = connector(daemon).values()
+            [transfer] = connector(daemon, "kvstore_vllm").values()
             options = {**_OPTIONS, "kv_transfer_config": {**transfer, "kv_role": role}}
             made.append(stack.enter_context(Engine(folder, python, 1, **options)))
         prefill, decode = made

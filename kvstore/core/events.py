@@ -357,6 +357,8 @@ class ProbeDone(Event):
 class Scrub(TierEvent):
     """Probes the next `step_bytes` of a tier and the rest of the last block, unless a probe is under way.
 
+    At least one block is probed.
+
     Steps of `MEASURED_BYTES` or more also measure the device.
     """
 

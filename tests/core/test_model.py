@@ -388,7 +388,7 @@ class Faulty(Machine):
         self.w.restart(handover)
         self.leases, self.rooms, self.asked = [], [], {}
 
-    @rule(tier=st.integers(0, 5), blocks=st.integers(1, 3))
+    @rule(tier=st.integers(0, 5), blocks=st.integers(0, 3))
     def scrub(self, tier: int, blocks: int) -> None:
         if tier < len(self.w.p.residency.tiers):
             self.w.send(ev.Scrub(tier, blocks * ALIGN))

@@ -100,10 +100,13 @@ def main() -> int:
         _say(f"testing with {engine}")
         # The conftest of the other tests wants packages that engines do not need; engines warn of themselves.
         options = [f"--confcutdir={HERE}", "-Wignore::DeprecationWarning", "-Wignore::FutureWarning"]
+        ended = []
         for run in RUNS.get(engine, ([],)):
             command = [python, "-m", "pytest", *options, *run, HERE / engine, *more]
-            ended = subprocess.run(command, cwd=ROOT, env=environment(), check=False).returncode
-            worst = max(worst, 0 if more and ended == NONE_SELECTED else ended)
+            ended.append(subprocess.run(command, cwd=ROOT, env=environment(), check=False).returncode)
+        # Arguments may select tests of one run only.
+        selected = [code for code in ended if code != NONE_SELECTED] if more else ended
+        worst = max(worst, *(selected or ended))
     return worst
 
 

@@ -55,7 +55,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
         copy_of_sources(root / "source", tuple(sources))
     (root / "bin").mkdir()
     (root / "bin" / "python").symlink_to(sys.executable)
-    *_, script = RECIPE.of(RECIPE.build, "RUN")  # the ones before install Debian packages
+    [_, script] = RECIPE.of(RECIPE.build, "RUN")  # the first installs a compiler
     script = re.sub(r"(?<=\s)/(opt|dist)\b", rf"{root}/\1", script)
     env = {**os.environ, "PATH": f"{root}/bin:{os.environ['PATH']}"}
     run("sh", "-ec", script, env=env, cwd=root / "source")

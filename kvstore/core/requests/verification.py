@@ -53,7 +53,7 @@ class Verification:
             # One pool a probe.
             slots = blocks.slot[event.tier, rows]
             pool = tier.slots.pool_of(int(slots[0]))
-            n = min(-(-event.step_bytes // pool.slot_bytes), len(rows))
+            n = min(max(1, -(-event.step_bytes // pool.slot_bytes)), len(rows))
             alike = tier.slots.are_of(pool, slots[:n])
             n = n if alike.all() else int(alike.argmin())
             last = int(rows[n]) if n < len(rows) else last

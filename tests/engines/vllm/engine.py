@@ -41,13 +41,13 @@ def full_blocks(tokens: int, block_tokens: int = BLOCK_TOKENS) -> int:
     return (tokens - 1) // block_tokens * block_tokens
 
 
-def connector(daemon: LocalDaemon | str, **extra: Any) -> dict[str, Any]:
-    """The flag that makes an engine use the connector."""
+def connector(daemon: LocalDaemon | str, module: str = PATIENT, **extra: Any) -> dict[str, Any]:
+    """The flag that makes an engine use the connector. `module`: "kvstore_vllm" has the deadlines of users."""
     url = daemon if isinstance(daemon, str) else daemon.url
     return {
         "kv_transfer_config": {
             "kv_connector": "KVStoreConnector",
-            "kv_connector_module_path": PATIENT,
+            "kv_connector_module_path": module,
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"url": url, "deadline_s": 10.0, **extra},
