@@ -42,7 +42,7 @@ def full_blocks(tokens: int, block_tokens: int = BLOCK_TOKENS) -> int:
 
 
 def connector(daemon: LocalDaemon | str, module: str = PATIENT, **extra: Any) -> dict[str, Any]:
-    """The flag that makes an engine use the connector. `module`: "kvstore_vllm" has the deadlines of users."""
+    """The flag that makes an engine use the connector. `module`: "kvstore_vllm" has users' deadlines."""
     url = daemon if isinstance(daemon, str) else daemon.url
     return {
         "kv_transfer_config": {
