@@ -21,7 +21,7 @@ import numpy as np
 from kvstore.client.extents import DeviceExtent, Maps, quietly
 from kvstore.client.leases import Lease, Reservation
 from kvstore.client.parts import U64, Buffer, Parts, flat
-from kvstore.cuda.checksums import GROUP_BYTES, checksums
+from kvstore.cuda.checksums import checksums
 from kvstore.cuda.device import DeviceBuffer, Gpu, Stream
 from kvstore.cuda.errors import CudaError
 from kvstore.cuda.kernels import copy_pieces, spans
@@ -129,12 +129,12 @@ class DeviceLease(Lease):
     def _copy(self, first: int, parts: Parts | None, n: int, verify: bool) -> int:
         """Copies `n` blocks into their parts, if there are parts, and verifies the blocks.
 
-        Works in groups, with one kernel for all parts of a group. Returns how many leading blocks are good.
-        Failures of the GPU are misses.
+        Blocks of DRAM are copied in groups, with one kernel for all parts of a group.
+        Returns how many leading blocks are good. Failures of the GPU are misses.
         """
         if parts is not None and n and isinstance(parts.buffers[0], memoryview) and not self.in_hbm:
             return super()._copy(first, parts, n, verify)
-        at_once = max(1, (GROUP_BYTES if self._is_resident else _STAGED_BYTES) // self._step)
+        at_once = n if self._is_resident else max(1, _STAGED_BYTES // self._step)
         done = 0
         try:
             while done < n:

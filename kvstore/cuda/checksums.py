@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -11,14 +11,10 @@ from xxhash import xxh3_64_intdigest
 
 from kvstore.cuda.device import DeviceBuffer, Stream
 from kvstore.cuda.errors import OUT_OF_MEMORY, CudaError
+from kvstore.cuda.kernels import SCRATCH_BYTES
 from kvstore.cuda.kernels import checksums as hashed
 
-GROUP_BYTES = 128 << 20
-"""The most bytes of blocks hashed at a time. The kernel needs a sixteenth of that."""
-
 _U64: TypeAlias = "npt.NDArray[np.uint64]"
-
-SCRATCH_BYTES = GROUP_BYTES // 16 + (2 << 20)
 
 
 def reserve(stream: Stream) -> None:
@@ -32,28 +28,12 @@ def checksums(stream: Stream, addresses: _U64, lengths: _U64, seeds: Sequence[in
 
     The caller keeps the memory at these addresses.
     """
-    sums = np.zeros(len(addresses), np.uint64)
-    for start, stop in _groups(lengths.tolist()):
-        some = addresses[start:stop], lengths[start:stop], seeds[start:stop]
-        try:
-            sums[start:stop] = hashed(stream, *some)
-        except CudaError as error:
-            if error.code != OUT_OF_MEMORY:
-                raise
-            sums[start:stop] = _by_processor(stream, *some)
-    return sums
-
-
-def _groups(lengths: list[int]) -> Iterator[tuple[int, int]]:
-    """Yields (start, stop) of runs of blocks. Count times longest block is at most `GROUP_BYTES`."""
-    start, longest = 0, 0
-    for i, length in enumerate(lengths):
-        longest = max(longest, length)
-        if i > start and longest * (i + 1 - start) > GROUP_BYTES:
-            yield start, i
-            start, longest = i, length
-    if start < len(lengths):
-        yield start, len(lengths)
+    try:
+        return hashed(stream, addresses, lengths, seeds)
+    except CudaError as error:
+        if error.code != OUT_OF_MEMORY:
+            raise
+        return np.array(_by_processor(stream, addresses, lengths, seeds), np.uint64)
 
 
 def _by_processor(stream: Stream, addresses: _U64, lengths: _U64, seeds: Sequence[int]) -> list[int]:

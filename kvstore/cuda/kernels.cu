@@ -18,15 +18,15 @@ extern "C" {
 /* XXH3, 64 bits, of more than 240 bytes.
  *
  * The input is rows of 1 KiB, a row is 16 stripes of 64 bytes, a stripe 8 lanes of 8. What a row adds to the
- * lanes does not depend on the rows before it: `xxh3_rows` takes these sums of all rows at once, `xxh3_chain`
- * then runs through them in order. Lanes work in pairs, a thread each: a pair's values are 16 bytes.
+ * lanes does not depend on the rows before it, so the sums of many rows are computed in parallel. A chain then
+ * runs through the sums of a block in order. Lanes work in pairs, a thread each: a pair's values are 16 bytes.
  *
- * Why it should reach half of the memory bandwidth of an H100 or H200: an SM holds 1,500 threads of
- * `xxh3_rows` (34 registers) and has to issue about a tenth of what it can while their bytes come; two
- * loads of 16 bytes in flight a thread are more than latency times bandwidth, 20 to 30 KB an SM. Sums
- * add an eighth to the traffic. The chain costs about 30 cycles a row, 40 us for 2 MiB, and takes no
- * longer for hundreds of blocks, whose rows take some 150 us. (One block of 64 MiB alone is slow: 1.2
- * ms.)
+ * `xxh3_rows` sums some rows of all blocks, then `xxh3_chain` chains them while the L2 cache still holds the
+ * sums, and so on. They are two kernels since few registers let many threads of the first hide the latency of
+ * memory, and the second, of few threads, needs many to have loads in flight.
+ *
+ * The chain costs about 45 cycles a row, and takes no longer for hundreds of blocks. (One block of 64 MiB alone
+ * is slow: 1.5 ms.)
  */
 #define XXH32_1 0x9E3779B1ULL
 #define XXH64_1 0x9E3779B185EBCA87ULL
@@ -88,11 +88,13 @@ __device__ static u64 unaligned(const u8 *at)
     return value;
 }
 
-/* What each row but the last one adds to the lanes: sums[block][row][pair], `rows` rows a block at most. */
-__global__ void xxh3_rows(const Hashed *blocks, u32 n, u32 rows, ulonglong2 *sums)
+/* What a row adds to the lanes: sums[block][row - start][pair], for rows [start, start + rows) of n blocks. The
+ * last row of a block has no sum.
+ */
+__global__ void xxh3_rows(const Hashed *blocks, u32 n, u32 start, u32 rows, ulonglong2 *sums)
 {
     u64 thread = THREAD;
-    u32 pair = thread % 4, place = thread / 4, block = place / rows, row = place % rows;
+    u32 pair = thread % 4, place = thread / 4, block = place / rows, row = start + place % rows;
     if (block >= n || row >= (blocks[block].length - 1) / ROW_BYTES)
         return;
     const ulonglong2 *from = (const ulonglong2 *)blocks[block].address + (u64)row * (ROW_BYTES / 16) + pair;
@@ -106,10 +108,10 @@ __global__ void xxh3_rows(const Hashed *blocks, u32 n, u32 rows, ulonglong2 *sum
     for (u32 i = 0; i < STRIPES; i++) /* `secret`, for a word of which it is known that it is even or odd */
         accumulate(&lanes, values[i], i % 2 ? word[i] - seed : word[i] + seed,
                    i % 2 ? word[i + 1] + seed : word[i + 1] - seed);
-    sums[(u64)place * 4 + pair] = lanes;
+    sums[thread] = lanes;
 }
 
-#define AHEAD 16
+#define AHEAD 24
 
 __device__ static void scramble(ulonglong2 *lanes, ulonglong2 sum, u64 key_x, u64 key_y)
 {
@@ -118,48 +120,74 @@ __device__ static void scramble(ulonglong2 *lanes, ulonglong2 sum, u64 key_x, u6
     lanes->y = (y ^ y >> 47 ^ key_y) * XXH32_1;
 }
 
-/* folds[block][pair]: what is left to do is to add these four up, the length too, and to mix the bits. */
-__global__ void xxh3_chain(const Hashed *blocks, u32 n, u32 rows, const ulonglong2 *sums, u64 *folds)
+/* Runs a pair's lanes through the sums of `rows` rows. */
+__device__ static void chain_rows(ulonglong2 *lanes, const ulonglong2 *sums, u32 rows, u64 key_x, u64 key_y)
 {
-    u64 thread = THREAD;
-    u32 pair = thread % 4, block = thread / 4;
-    if (block >= n)
-        return;
-    const u8 *from = (const u8 *)blocks[block].address;
-    u64 length = blocks[block].length, seed = blocks[block].seed;
-    u32 full = (length - 1) / ROW_BYTES, done = 0;
-    u64 key_x = secret(16 + 2 * pair, seed), key_y = secret(17 + 2 * pair, seed);
-    ulonglong2 lanes = {XXH3_START[2 * pair], XXH3_START[2 * pair + 1]}, now[AHEAD] = {{0, 0}}, next[AHEAD];
-    sums += (u64)block * rows * 4 + pair;
+    ulonglong2 now[AHEAD] = {{0, 0}}, next[AHEAD];
+    u32 done = 0;
 #pragma unroll
     for (u32 i = 0; i < AHEAD; i++)
-        if (i < full)
+        if (i < rows)
             now[i] = sums[4 * i];
-    for (; done + AHEAD <= full; done += AHEAD) {
+    for (; done + AHEAD <= rows; done += AHEAD) {
 #pragma unroll
         for (u32 i = 0; i < AHEAD; i++) { /* behind the last row: that one again, so that nothing branches */
             u32 row = done + AHEAD + i;
-            next[i] = sums[4 * (u64)(row < full ? row : full - 1)];
+            next[i] = sums[4 * (u64)(row < rows ? row : rows - 1)];
         }
 #pragma unroll
         for (u32 i = 0; i < AHEAD; i++)
-            scramble(&lanes, now[i], key_x, key_y);
+            scramble(lanes, now[i], key_x, key_y);
 #pragma unroll
         for (u32 i = 0; i < AHEAD; i++)
             now[i] = next[i];
     }
 #pragma unroll
     for (u32 i = 0; i < AHEAD; i++)
-        if (done + i < full)
-            scramble(&lanes, now[i], key_x, key_y);
+        if (done + i < rows)
+            scramble(lanes, now[i], key_x, key_y);
+}
+
+/* Adds the row at the end of a block, which has 1 to 1024 bytes, and folds the pair. */
+__device__ static u64 finish(ulonglong2 lanes, const Hashed *block, u32 full, u32 pair)
+{
+    const u8 *from = (const u8 *)block->address;
+    u64 length = block->length, seed = block->seed;
     const ulonglong2 *last = (const ulonglong2 *)(from + (u64)full * ROW_BYTES) + pair;
     u32 stripes = (length - 1 - (u64)full * ROW_BYTES) / 64;
-    for (u32 i = 0; i < stripes; i++)
-        accumulate(&lanes, last[4 * i], secret(i + 2 * pair, seed), secret(i + 2 * pair + 1, seed));
+#pragma unroll
+    for (u32 i = 0; i < STRIPES - 1; i++)
+        if (i < stripes)
+            accumulate(&lanes, last[4 * i], secret(i + 2 * pair, seed), secret(i + 2 * pair + 1, seed));
     ulonglong2 end = {unaligned(from + length - 64 + 16 * pair), unaligned(from + length - 56 + 16 * pair)};
     accumulate(&lanes, end, secret_at(121 + 16 * pair, seed), secret_at(129 + 16 * pair, seed));
     u64 x = lanes.x ^ secret_at(11 + 16 * pair, seed), y = lanes.y ^ secret_at(19 + 16 * pair, seed);
-    folds[thread] = x * y ^ __umul64hi(x, y);
+    return x * y ^ __umul64hi(x, y);
+}
+
+/* Chains rows [start, start + rows) of n blocks, from the lanes that the rows before have left to those for the
+ * rows behind, or to folds. lanes[block][pair]. folds[block][pair]: what is left to do is to add these four up,
+ * the length too, and to mix the bits.
+ */
+__global__ void xxh3_chain(const Hashed *blocks, u32 n, u32 start, u32 rows, const ulonglong2 *sums,
+                           ulonglong2 *lanes, u64 *folds)
+{
+    u64 thread = THREAD;
+    u32 pair = thread % 4, place = thread / 4;
+    if (place >= n)
+        return;
+    const Hashed *block = blocks + place;
+    u64 seed = block->seed;
+    u32 full = (block->length - 1) / ROW_BYTES, left = full - start;
+    ulonglong2 now = {XXH3_START[2 * pair], XXH3_START[2 * pair + 1]};
+    if (start)
+        now = lanes[thread];
+    chain_rows(&now, sums + (u64)place * rows * 4 + pair, left < rows ? left : rows,
+               secret(16 + 2 * pair, seed), secret(17 + 2 * pair, seed));
+    if (left <= rows)
+        folds[thread] = finish(now, block, full, pair);
+    else
+        lanes[thread] = now;
 }
 
 /* Copies of many pieces. A thread takes four times 16 bytes before it puts any down, a block of threads one

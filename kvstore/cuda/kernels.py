@@ -18,14 +18,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 THREADS = 256
-_CHAIN_THREADS = 32  # spreads few blocks over many multiprocessors
+_CHAIN_THREADS = 8  # spreads few blocks over many multiprocessors
 _SHORT_BYTES = 240  # XXH3 has other algorithms for these
 _ROW_BYTES = 1024
 _SUMS_BYTES = 64  # of device memory a row
 _CHUNK_BYTES = 16 << 10  # CHUNK_BYTES in kernels.cu
 
-ROWS = 1 << 20
-"""The most rows of 1 KiB hashed at a time: 1 GiB of blocks, 64 MiB of scratch memory."""
+ROWS = 1 << 17
+"""The most rows of 1 KiB summed by one launch, at least one a block: 8 MiB of sums fit into the L2 cache."""
+
+SCRATCH_BYTES = ROWS * _SUMS_BYTES + (2 << 20)
+"""Scratch memory of a stream that suffices to hash 10,000 blocks at a time."""
 
 _HASHED = np.dtype([("address", "<u8"), ("length", "<u8"), ("seed", "<u8")])
 _RECODED = np.dtype([("target", "<u8"), ("source", "<u8")])
@@ -45,23 +48,22 @@ def checksums(
 ) -> NDArray[np.uint64]:
     """Returns xxh3_64 of each of n blocks in device memory under its 64-bit seed. Waits for the stream.
 
-    Rows of 1 KiB are hashed in parallel, then chained in sequence: many blocks take hardly longer than one.
+    Rows of 1 KiB are summed in parallel, and the sums of a block chained in sequence.
     """
     if not len(addresses) == len(lengths) == len(seeds):
         raise ValueError(f"{len(addresses)} addresses, {len(lengths)} lengths, {len(seeds)} seeds")
     table = np.empty(len(seeds), _HASHED)
     table["address"], table["length"], table["seed"] = addresses, lengths, np.array(seeds, np.uint64)
-    short = np.flatnonzero(table["length"] <= _SHORT_BYTES)
-    long = np.flatnonzero(table["length"] > _SHORT_BYTES)
-    # Longest first: every block of a launch gets as many rows as its longest.
+    shortest, longest = int(lengths.min(initial=0)), int(lengths.max(initial=0))
+    if shortest == longest > _SHORT_BYTES:
+        return _hash(stream, table)
+    is_long = table["length"] > _SHORT_BYTES
+    short, long = np.flatnonzero(~is_long), np.flatnonzero(is_long)
+    # Longest first, so that the blocks with rows left are the first ones.
     long = long[np.argsort(table["length"][long])[::-1]]
     copies = _copied(stream, table[short])
-    folds = np.empty((len(long), 4), np.uint64)
-    if len(long):
-        _hash(stream, table[long], folds)
-    stream.wait()
     sums = np.empty(len(seeds), np.uint64)
-    sums[long] = _mixed(folds, table["length"][long])
+    sums[long] = _hash(stream, table[long])
     sums[short] = [
         xxh3_64_intdigest(copy, seed)
         for copy, seed in zip(copies, table["seed"][short].tolist(), strict=True)
@@ -146,26 +148,34 @@ def _sizes(n: int, shape: Fp8Shape) -> tuple[np.uint32, ...]:
     return tuple(map(np.uint32, sizes))
 
 
-def _hash(stream: Stream, table: NDArray[np.void], folds: NDArray[np.uint64]) -> None:
-    """Starts to fill `folds` for blocks sorted by length, longest first."""
-    rows = (table["length"].astype(np.int64) - 1) // _ROW_BYTES
-    batches = []
-    start = 0
-    while start < len(table):
-        a_block = max(1, int(rows[start]))
-        stop = min(len(table), start + max(1, ROWS // a_block))
-        batches.append((start, stop, a_block))
-        start = stop
-    blocks = _uploaded(stream, table)
-    sums = stream.scratch(max((stop - start) * a_block for start, stop, a_block in batches) * _SUMS_BYTES)
-    folded = stream.scratch(folds.nbytes)
-    for start, stop, a_block in batches:
-        n = stop - start
-        some = blocks.part(start * _HASHED.itemsize, stop * _HASHED.itemsize)
-        shape = np.uint32(n), np.uint32(a_block)
-        stream.launch("xxh3_rows", _grid(n * a_block * 4, THREADS), THREADS, some, *shape, sums)
-        into = folded.part(start * 32, stop * 32)
-        stream.launch("xxh3_chain", _grid(n * 4, _CHAIN_THREADS), _CHAIN_THREADS, some, *shape, sums, into)
+def _hash(stream: Stream, table: NDArray[np.void]) -> NDArray[np.uint64]:
+    """Returns the checksums of blocks sorted by length, longest first. Waits for the stream."""
+    folds = np.empty((len(table), 4), np.uint64)
+    if len(table):
+        _fold(stream, table, folds)
+    stream.wait()
+    return _mixed(folds, table["length"])
+
+
+def _fold(stream: Stream, table: NDArray[np.void], folds: NDArray[np.uint64]) -> None:
+    """Starts to fill `folds`."""
+    full = (table["length"].astype(np.int64) - 1) // _ROW_BYTES
+    step = min(max(1, ROWS // len(table)), max(1, int(full[0])))
+    blocks, sums = _uploaded(stream, table), stream.scratch(len(table) * step * _SUMS_BYTES)
+    lanes, folded = stream.scratch(len(table) * _SUMS_BYTES), stream.scratch(folds.nbytes)
+    starts = range(0, max(1, int(full[0])), step)
+    summed = np.searchsorted(-full, -np.array(starts), "left").tolist()
+    # Blocks without a full row have no sums, and end with the first chain.
+    chained = [len(table), *summed[1:]]
+    for start, n, n_chained in zip(starts, summed, chained, strict=True):
+        rows = np.uint32(start), np.uint32(step)
+        if n:
+            stream.launch(
+                "xxh3_rows", _grid(n * step * 4, THREADS), THREADS, blocks, np.uint32(n), *rows, sums
+            )
+        grid = _grid(n_chained * 4, _CHAIN_THREADS)
+        chain = np.uint32(n_chained), *rows, sums, lanes, folded
+        stream.launch("xxh3_chain", grid, _CHAIN_THREADS, blocks, *chain)
     stream.copy(folds.data.cast("B"), folded)
 
 
@@ -183,7 +193,7 @@ def _copied(stream: Stream, table: NDArray[np.void]) -> list[memoryview]:
 
 def _mixed(folds: NDArray[np.uint64], lengths: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Computes checksums from folded lanes and lengths, the last step of XXH3."""
-    mixed = folds.sum(axis=1, dtype=np.uint64) + lengths * _PRIME64_1
+    mixed = folds[:, 0] + folds[:, 1] + folds[:, 2] + folds[:, 3] + lengths * _PRIME64_1
     mixed = (mixed ^ mixed >> np.uint64(37)) * _PRIME_MX1
     return np.asarray(mixed ^ mixed >> np.uint64(32))
 

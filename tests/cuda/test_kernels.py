@@ -48,15 +48,28 @@ def test_blocks_of_many_lengths_at_once(gpu: HostGpu) -> None:
     )
 
 
-def test_more_blocks_than_scratch_has_room_for(gpu: HostGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "ROWS", 40)
+@pytest.mark.parametrize(("rows", "steps"), [(1, 63), (14, 32), (7 * 16, 4), (7 * 63, 1), (1000, 1)])
+def test_rows_are_summed_some_at_a_time(
+    gpu: HostGpu, monkeypatch: pytest.MonkeyPatch, rows: int, steps: int
+) -> None:
+    """Of blocks that end at, before and behind the last row of a launch, and of two without a full row."""
+    monkeypatch.setattr(kernels, "ROWS", rows)
     stream = gpu.stream()
-    datas = [noise(n, n) for n in (16 << 10, 300, 64 << 10, 16 << 10, 5000, 16 << 10, 2000)]
-    sums = checksums(stream, *spans([on(gpu, data) for data in datas]), range(7))
+    datas = [noise(n, n) for n in (16 << 10, 300, 64 << 10, (16 << 10) + 1, 5000, (32 << 10) + 1, 1024)]
+    checksums(stream, *spans([on(gpu, data) for data in datas]), range(7))
     check_checksums(gpu, datas, range(7))
-    # One has more rows than there is room for, two of 15 rows fit, then one of 15 and what is shorter.
-    assert stream.launched == ["xxh3_rows", "xxh3_chain"] * 4
-    assert len(set(sums.tolist())) == 7
+    assert stream.launched == ["xxh3_rows", "xxh3_chain"] * steps
+
+
+def test_blocks_without_a_full_row(gpu: HostGpu) -> None:
+    check_checksums(gpu, [noise(n, n) for n in (241, 1024, 300)], range(3))
+
+
+@given(st.lists(st.integers(241, 9000), min_size=1, max_size=40), st.integers(1, 60))
+def test_blocks_of_any_lengths_in_any_steps(lengths: list[int], rows: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "ROWS", rows)
+        check_checksums(HostGpu(), [noise(n, i) for i, n in enumerate(lengths)], range(len(lengths)))
 
 
 def test_no_blocks_and_too_few_seeds(gpu: HostGpu) -> None:

@@ -237,7 +237,6 @@ def test_pages_of_device_memory_are_stored_and_loaded(
 ) -> None:
     """In groups of 2 blocks each way: pages of three layers, of which two share their memory."""
     monkeypatch.setattr("kvstore.client.gpu._STAGED_BYTES", 2 * BLOCK)
-    monkeypatch.setattr("kvstore.client.gpu.GROUP_BYTES", 2 * BLOCK)
     rows, third = 12, BLOCK // 4
     with serving(POOL if pool else WITH_NVME) as (_, client):
         data = noise_pages(rows, 3, third)
@@ -307,7 +306,6 @@ def test_many_blocks_go_in_groups_that_take_little_device_memory(
     control: Any, monkeypatch: pytest.MonkeyPatch, pool: bool
 ) -> None:
     monkeypatch.setattr("kvstore.client.gpu._STAGED_BYTES", 4 * BLOCK)
-    monkeypatch.setattr("kvstore.client.gpu.GROUP_BYTES", 4 * BLOCK)
     with serving(POOL if pool else WITH_NVME) as (_, client):
         ns, keys = client.namespace(new_layout()), names(11)
         assert ns.put(keys, on_device(payloads(keys))).stored == 11

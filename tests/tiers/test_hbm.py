@@ -17,8 +17,8 @@ import pytest
 from kvstore import arena
 from kvstore.core.actions import BlockIds, Copy, Probe, Where
 from kvstore.core.events import CORRUPT, FAILED, OK
-from kvstore.cuda.checksums import SCRATCH_BYTES
 from kvstore.cuda.device import CudaError, DeviceBuffer, Gpu, uuids
+from kvstore.cuda.kernels import SCRATCH_BYTES
 from kvstore.errors import TierError
 from kvstore.tiers import copy_engine
 from kvstore.tiers.hbm import HbmTier
