@@ -85,6 +85,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 saves=self._kv_transfer_config.is_kv_producer,
                 whole_inputs=vllm_config.model_config.is_mm_prefix_lm,
                 step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+                lookup_deadline_s=settings.lookup_deadline_s,
                 drops=drops,
             )
             if reason := settings.without_prefix_caching:

@@ -16,15 +16,13 @@ from kvstore_vllm.options import OWN, Scope
 from kvstore_vllm.prefill_rate import PrefillRate
 from kvstore_vllm.tenants import Tenants, namespace
 
-LOOKUP_DEADLINE_S = 0.05
-"""The deadline of a lookup, in seconds: the scheduler, and so every request, waits for it."""
-
 
 class Lookup:
     """Asks for the blocks of prompts. Every lookup is a miss until the workers' layouts are known.
 
     Blocks of full attention that would load slower than the engine computes them, at `rate`, are not loaded.
-    `drops`: vLLM drops the last block of a hit. Answers are those of `scope`, whose client is `client`.
+    `deadline_s`: bounds a lookup; the scheduler, and so every request, waits for it. `drops`: vLLM drops the
+    last block of a hit. Answers are those of `scope`, whose client is `client`.
     """
 
     def __init__(
@@ -32,11 +30,13 @@ class Lookup:
         client: Client,
         groups: Sequence[Group],
         rate: PrefillRate,
+        deadline_s: float,
         drops: bool = False,
         scope: Scope = OWN,
     ) -> None:
         self._client = client
         self._rate = rate
+        self._deadline_s = deadline_s
         self._scope = scope
         self._groups = list(groups)
         self._full = [group for group in groups if group.full]
@@ -130,7 +130,7 @@ class Lookup:
                 for shard in self._namespaces
                 for group in self._others
             ],
-            LOOKUP_DEADLINE_S,
+            self._deadline_s,
         )
         full, others = len(self._full), len(self._others)
         return (
@@ -143,12 +143,18 @@ class ScopeLookups:
     """The lookups of scopes other than the engine's own."""
 
     def __init__(
-        self, client: Client, groups: Sequence[Group], rate: PrefillRate, drops: bool = False
+        self,
+        client: Client,
+        groups: Sequence[Group],
+        rate: PrefillRate,
+        deadline_s: float,
+        drops: bool = False,
     ) -> None:
         self._groups = list(groups)
         self._rate = rate
+        self._deadline_s = deadline_s
         self._drops = drops
-        self._tenants = Tenants(client, LOOKUP_DEADLINE_S, tries=True)
+        self._tenants = Tenants(client, deadline_s, tries=True)
         self._layouts: list[list[Layout]] = []
         self._epoch = ""
         self._coordinator: Any = None
@@ -184,7 +190,7 @@ class ScopeLookups:
         self._tenants.close()
 
     def _made(self, client: Client, scope: Scope) -> Lookup:
-        lookup = Lookup(client, self._groups, self._rate, self._drops, scope)
+        lookup = Lookup(client, self._groups, self._rate, self._deadline_s, self._drops, scope)
         lookup.bind(self._coordinator)
         lookup.meet(self._layouts, self._epoch)
         return lookup

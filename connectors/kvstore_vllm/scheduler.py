@@ -62,7 +62,7 @@ class SchedulerHalf:
     """Called by the scheduler between steps. `alignment`: prefixes end at multiples of it, in tokens.
 
     `whole_inputs`: images have bidirectional attention, so a prompt with images must be computed as a whole.
-    `step_tokens`: the most tokens of a step.
+    `step_tokens`: the most tokens of a step. `lookup_deadline_s`: bounds a lookup.
     `drops`: vLLM drops the last block of a hit.
     """
 
@@ -77,6 +77,7 @@ class SchedulerHalf:
         saves: bool,
         whole_inputs: bool = False,
         step_tokens: int = 8192,
+        lookup_deadline_s: float = 0.05,
         drops: bool = False,
     ) -> None:
         self._client = client
@@ -89,8 +90,8 @@ class SchedulerHalf:
         self._may_save = saves
         self._whole_inputs = whole_inputs
         self._rate = PrefillRate(step_tokens)
-        self._lookup = Lookup(client, groups, self._rate, drops)
-        self._scopes = ScopeLookups(client, groups, self._rate, drops)
+        self._lookup = Lookup(client, groups, self._rate, lookup_deadline_s, drops)
+        self._scopes = ScopeLookups(client, groups, self._rate, lookup_deadline_s, drops)
         self._tracked: dict[str, Tracked] = {}
         self._matched: dict[str, Match] = {}
         self._tried: dict[str, int] = {}

@@ -66,15 +66,16 @@ HINTS = {
 class ConnectorSettings:
     """The options of the connector.
 
-    `url`: the daemon; empty: KVSTORE_SOCKET or the default path. `deadline_s`: bounds every transfer. `load`:
-    "async" (a request waits for its blocks while others run) or "sync" (the step waits). `block_tokens`:
-    tokens of a stored block; 0: as many as a page. `weights_revision`: names the weights instead of
-    their files or commit. `without_prefix_caching`: the reason to serve an engine with prefix caching off;
-    empty: refuse.
+    `url`: the daemon; empty: KVSTORE_SOCKET or the default path. `deadline_s`: bounds every transfer.
+    `lookup_deadline_s`: bounds every lookup, for which the scheduler waits. `load`: "async" (a request waits
+    for its blocks while others run) or "sync" (the step waits). `block_tokens`: tokens of a stored block; 0:
+    as many as a page. `weights_revision`: names the weights instead of their files or commit.
+    `without_prefix_caching`: the reason to serve an engine with prefix caching off; empty: refuse.
     """
 
     url: str = ""
     deadline_s: float = 1.0
+    lookup_deadline_s: float = 0.05
     load: str = "async"
     block_tokens: int = 0
     weights_revision: str = ""
@@ -128,8 +129,9 @@ def _parsed(cls: type[_Settings], given: dict[str, Any], where: str) -> _Setting
         if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
             raise ConfigError(f"{where}: {name} is {value!r}", f"a {kind.__name__}")
     settings = cls(**given)
-    if not 0 < settings.deadline_s < 86400:
-        raise ConfigError(f"{where}: deadline_s is {settings.deadline_s}", "seconds, more than 0")
+    for name in known:
+        if name.endswith("deadline_s") and not 0 < (seconds := getattr(settings, name)) < 86400:
+            raise ConfigError(f"{where}: {name} is {seconds}", "seconds, more than 0")
     return settings
 
 

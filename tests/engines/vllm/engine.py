@@ -18,7 +18,8 @@ from tests.engines import environments
 
 BLOCK_TOKENS = 32
 VOCABULARY = 512
-PATIENT = "tests.engines.vllm.patient"
+PATIENCE = {"deadline_s": 10.0, "lookup_deadline_s": 0.5}
+"""Tests run beside each other, with more processes than cores."""
 
 # One thread: two engines and a daemon share two cores here, and OpenMP's threads spin while they wait.
 ENVIRONMENT = {
@@ -41,16 +42,16 @@ def full_blocks(tokens: int, block_tokens: int = BLOCK_TOKENS) -> int:
     return (tokens - 1) // block_tokens * block_tokens
 
 
-def connector(daemon: LocalDaemon | str, module: str = PATIENT, **extra: Any) -> dict[str, Any]:
-    """The flag that makes an engine use the connector. `module`: "kvstore_vllm" has users' deadlines."""
+def connector(daemon: LocalDaemon | str, **extra: Any) -> dict[str, Any]:
+    """The flag that makes an engine use the connector, with longer deadlines than the defaults."""
     url = daemon if isinstance(daemon, str) else daemon.url
     return {
         "kv_transfer_config": {
             "kv_connector": "KVStoreConnector",
-            "kv_connector_module_path": module,
+            "kv_connector_module_path": "kvstore_vllm",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"url": url, "deadline_s": 10.0, **extra},
+            "kv_connector_extra_config": {"url": url, **PATIENCE, **extra},
         }
     }
 

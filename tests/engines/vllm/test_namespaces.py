@@ -128,6 +128,11 @@ def test_an_adapter_that_is_loaded_again_in_place_is_another_one(
         ({"extra": {"load": "later"}}, "load is 'later'.*async or sync"),
         ({"extra": {"deadline_s": 0}}, "deadline_s is 0.*more than 0"),
         ({"extra": {"deadline_s": "1s"}}, "deadline_s is '1s'.*a float"),
+        ({"extra": {"lookup_deadline_s": -1.0}}, "lookup_deadline_s is -1.0.*more than 0"),
+        (
+            {"extra": {"lookup_deadline": 1.0}},
+            "unknown key 'lookup_deadline'.*lookup_deadline_s",
+        ),
         ({"extra": {"block_tokens": 48}}, "block_tokens is 48.*multiple of the engine's block size, 32"),
         ({"extra": {"url": "tcp://there"}}, "cannot connect to 'tcp://there'.*unix:///"),
         (

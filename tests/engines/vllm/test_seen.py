@@ -10,6 +10,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections import Counter
@@ -154,8 +155,8 @@ def test_nothing_is_written_unless_debug_is_on(
 # -- misses by reason, in the halves
 
 
-def why_of(client: Client, layout: Layout, keys: list[bytes]) -> str:
-    lookup = Lookup(client, [GROUP], PrefillRate(2048))
+def why_of(client: Client, layout: Layout, keys: list[bytes], deadline_s: float = 0.05) -> str:
+    lookup = Lookup(client, [GROUP], PrefillRate(2048), deadline_s)
     lookup.meet([[layout]], "")
     asked = SimpleNamespace(block_hashes=keys, num_tokens=32 * len(keys) + 1)
     try:
@@ -175,6 +176,10 @@ def test_misses_of_lookups_have_reasons() -> None:
         os.kill(daemon.pid, signal.SIGSTOP)
         try:
             assert why_of(client, layout, keys) == "late"
+            resumed = threading.Timer(0.3, os.kill, (daemon.pid, signal.SIGCONT))
+            resumed.start()
+            assert why_of(client, layout, keys, deadline_s=30.0) == ""
+            resumed.join()
         finally:
             os.kill(daemon.pid, signal.SIGCONT)
     with LocalDaemon({**DRAM, **tenants}) as daemon, Client(daemon.url, token="no", strict=True) as client:
