@@ -37,27 +37,61 @@ def make_eagle(folder: Path, target: Path) -> Path:
 
     Its layer is random and small, so that its KV decides some drafts.
     """
-    folder.mkdir(exist_ok=True)
-    torch.manual_seed(1)
     config = json.loads((target / "config.json").read_text())
+    hidden = config["hidden_size"]
+    tensors = _draft_layer("layers.0", config, hidden, 0.06)
+    tensors["embed_tokens.weight"] = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
+    # Of the next token and the target's output, the latter.
+    tensors["fc.weight"] = torch.cat((torch.zeros(hidden, hidden), torch.eye(hidden)), 1)
+    return _save_draft(folder, tensors, config)
+
+
+def make_eagle3(folder: Path, target: Path) -> Path:
+    """An EAGLE-3 head for a Llama of `make_model`, which drafts like that of `make_eagle`.
+
+    As in published heads, it sees outputs of three of the target's layers, has a vocabulary of its own, every
+    other token of the target's, and takes the target's embeddings.
+    """
+    config = json.loads((target / "config.json").read_text())
+    hidden, vocabulary = config["hidden_size"], config["vocab_size"]
+    tensors = _draft_layer("midlayer", config, 2 * hidden, 0.01)
+    for name in ("midlayer.input_layernorm", "midlayer.hidden_norm", "norm"):
+        tensors[f"{name}.weight"] = torch.ones(hidden)
+    # Mostly the last of the three outputs.
+    tensors["fc.weight"] = torch.cat((*torch.randn(2, hidden, hidden) * 0.01, torch.eye(hidden)), 1)
+    known = torch.arange(0, vocabulary, 2)
+    tensors["lm_head.weight"] = load_file(target / "model.safetensors")["lm_head.weight"][known]
+    tensors["d2t"] = known - torch.arange(len(known))
+    tensors["t2d"] = torch.isin(torch.arange(vocabulary), known)
+    own = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": len(known),
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 4],
+    }
+    return _save_draft(folder, tensors, config | own)
+
+
+def _draft_layer(prefix: str, config: dict[str, Any], inputs: int, scale: float) -> dict[str, torch.Tensor]:
+    """Random weights of a layer whose attention sees `inputs` values; larger where they select tokens."""
+    torch.manual_seed(1)
     hidden, inner = config["hidden_size"], config["intermediate_size"]
-    attention = {f"self_attn.{name}_proj": (hidden, hidden) for name in "qkvo"}
-    feed_forward = {
+    shapes = {
+        **{f"self_attn.{name}_proj": (hidden, inputs) for name in "qkv"},
+        "self_attn.o_proj": (hidden, hidden),
         "mlp.gate_proj": (inner, hidden),
         "mlp.up_proj": (inner, hidden),
         "mlp.down_proj": (hidden, inner),
     }
     tensors = {
-        f"layers.0.{name}.weight": torch.randn(shape) * (0.3 if name[-6] in "qk" else 0.06)
-        for name, shape in (attention | feed_forward).items()
+        f"{prefix}.{name}.weight": torch.randn(shape) * (0.3 if name[-6] in "qk" else scale)
+        for name, shape in shapes.items()
     }
-    tensors["layers.0.post_attention_layernorm.weight"] = torch.ones(hidden)
-    tensors["embed_tokens.weight"] = load_file(target / "model.safetensors")[
-        "model.embed_tokens.weight"
-    ].clone()
-    # Of the next token and the target's output, the latter.
-    tensors["fc.weight"] = torch.cat((torch.zeros(hidden, hidden), torch.eye(hidden)), 1)
-    save_file(tensors, folder / "model.safetensors")
+    return tensors | {f"{prefix}.post_attention_layernorm.weight": torch.ones(hidden)}
+
+
+def _save_draft(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Path:
+    folder.mkdir(exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
     return folder
 

@@ -14,11 +14,12 @@ from safetensors.torch import load_file, save_file
 from kvstore import Client, Layout
 from kvstore.lab.local_daemon import LocalDaemon
 from tests.engines.vllm.engine import BLOCK_TOKENS, Engine, cached, connector, full_blocks, prompt, said
-from tests.engines.vllm.models import make_eagle, make_model
+from tests.engines.vllm.models import make_eagle, make_eagle3, make_model
 from tests.engines.vllm.shapes import SHAPES
 from tests.engines.vllm.stored import blocks_of
 
 ASKED = prompt(860, 300)
+HEADS = {"eagle": make_eagle, "eagle3": make_eagle3}
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,13 @@ def drafted(model: Path, method: str, draft: Path, dropped: int = 0, **options: 
     return Drafted(model, {"max_model_len": 1024, "speculative_config": speculative, **options}, dropped)
 
 
-@pytest.fixture(scope="module", params=["draft model", "eagle", "mtp", "draft model with windows"])
+@pytest.fixture(scope="module", params=["draft model", "eagle", "eagle3", "mtp", "draft model with windows"])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
     folder = tmp_path_factory.mktemp("drafts")
-    if request.param == "eagle":
-        # Small weights repeat a token, which this draft expects.
+    if request.param in HEADS:
+        # Small weights repeat a token, which these drafts expect.
         model = make_model(folder / "model", initializer_range=0.02)
-        return drafted(model, "eagle", make_eagle(folder / "head", model), BLOCK_TOKENS)
+        return drafted(model, request.param, HEADS[request.param](folder / "head", model), BLOCK_TOKENS)
     if request.param == "draft model":
         # A draft that is a copy of the model is always right, if its KV is.
         return drafted(
