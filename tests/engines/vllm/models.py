@@ -46,20 +46,23 @@ def make_eagle(folder: Path, target: Path) -> Path:
     return _save_draft(folder, tensors, config)
 
 
-def make_eagle3(folder: Path, target: Path) -> Path:
-    """An EAGLE-3 head for a Llama of `make_model`, which drafts like that of `make_eagle`.
+def make_eagle3(folder: Path, target: Path, scale: float = 0.01) -> Path:
+    """An EAGLE-3 head, a layer of Llama, for a model of 4 layers; it drafts like that of `make_eagle`.
 
-    As in published heads, it sees outputs of three of the target's layers, has a vocabulary of its own, every
-    other token of the target's, and takes the target's embeddings.
+    As in published heads, it sees outputs of three of the target's layers, has a vocabulary of its own, three
+    of four tokens of the target's, and takes the target's embeddings.
     """
-    config = json.loads((target / "config.json").read_text())
+    whole = json.loads((target / "config.json").read_text())
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    more = ("head_dim", "max_position_embeddings")
+    config = LlamaConfig(**{name: whole[name] for name in sizes + more}).to_dict()
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
-    tensors = _draft_layer("midlayer", config, 2 * hidden, 0.01)
+    tensors = _draft_layer("midlayer", config, 2 * hidden, scale)
     for name in ("midlayer.input_layernorm", "midlayer.hidden_norm", "norm"):
         tensors[f"{name}.weight"] = torch.ones(hidden)
     # Mostly the last of the three outputs.
     tensors["fc.weight"] = torch.cat((*torch.randn(2, hidden, hidden) * 0.01, torch.eye(hidden)), 1)
-    known = torch.arange(0, vocabulary, 2)
+    known = torch.tensor([token for token in range(vocabulary) if token % 4 < 3])
     tensors["lm_head.weight"] = load_file(target / "model.safetensors")["lm_head.weight"][known]
     tensors["d2t"] = known - torch.arange(len(known))
     tensors["t2d"] = torch.isin(torch.arange(vocabulary), known)
@@ -75,9 +78,12 @@ def _draft_layer(prefix: str, config: dict[str, Any], inputs: int, scale: float)
     """Random weights of a layer whose attention sees `inputs` values; larger where they select tokens."""
     torch.manual_seed(1)
     hidden, inner = config["hidden_size"], config["intermediate_size"]
+    queries, keys = (config["head_dim"] * config[f"num_{each}_heads"] for each in ("attention", "key_value"))
     shapes = {
-        **{f"self_attn.{name}_proj": (hidden, inputs) for name in "qkv"},
-        "self_attn.o_proj": (hidden, hidden),
+        "self_attn.q_proj": (queries, inputs),
+        "self_attn.k_proj": (keys, inputs),
+        "self_attn.v_proj": (keys, inputs),
+        "self_attn.o_proj": (hidden, queries),
         "mlp.gate_proj": (inner, hidden),
         "mlp.up_proj": (inner, hidden),
         "mlp.down_proj": (hidden, inner),

@@ -40,7 +40,10 @@ def drafted(model: Path, method: str, draft: Path, dropped: int = 0, **options: 
     return Drafted(model, {"max_model_len": 1024, "speculative_config": speculative, **options}, dropped)
 
 
-@pytest.fixture(scope="module", params=["draft model", "eagle", "eagle3", "mtp", "draft model with windows"])
+CASES = ["draft model", "eagle", "eagle3", "mtp", "draft model with windows", "eagle3 with windows"]
+
+
+@pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
     folder = tmp_path_factory.mktemp("drafts")
     if request.param in HEADS:
@@ -61,12 +64,24 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         case.options["speculative_config"]["num_speculative_tokens"] = 1
         return replace(case, depends=False)
     shape = SHAPES["sinks"]
-    # vLLM wants all layers of a draft in one group. Small weights make the first layers decide.
+    # Small weights make the first layers decide.
     model = shape.config | {"initializer_range": 0.02}
-    draft = model | {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
     saved = replace(shape, config=model).save(folder / "model")
+    if request.param == "eagle3 with windows":
+        head = make_eagle3(folder / "head", repeating(saved), 0.02)
+        return drafted(saved, "eagle3", head, BLOCK_TOKENS, **shape.engine)
+    # vLLM wants all layers of a draft in one group.
+    draft = model | {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
     small = like(replace(shape, config=draft).save(folder / "draft"), saved)
     return replace(drafted(saved, "draft_model", small, **shape.engine), depends=False)
+
+
+def repeating(model: Path) -> Path:
+    """Makes a model with small weights repeat a token, which an EAGLE head expects."""
+    weights = load_file(model / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    return model
 
 
 def like(draft: Path, model: Path) -> Path:
