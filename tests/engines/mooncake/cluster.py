@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import ctypes
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -13,10 +15,24 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+SOURCE = Path(__file__).with_name("libibverbs.c")
 CLIENT_TTL_S = 3
 """After so long without a sign of life the master forgets a peer and what it held."""
 
 WAIT_S = 20.0
+
+
+def without_rdma(folder: Path) -> dict[str, str]:
+    """Returns environment variables with which Mooncake starts where there is no libibverbs: a fake one."""
+    try:
+        ctypes.CDLL("libibverbs.so.1")
+        return {}
+    except OSError:
+        library = folder / "libibverbs.so.1"
+    link = f"-Wl,-soname,libibverbs.so.1,--version-script={SOURCE.with_suffix('.map')}"
+    subprocess.run(["gcc", "-shared", "-fPIC", link, "-o", str(library), str(SOURCE)], check=True)
+    others = os.environ.get("LD_LIBRARY_PATH", "")
+    return {"LD_LIBRARY_PATH": os.pathsep.join(filter(None, (str(folder), others)))}
 
 
 def free_port() -> int:

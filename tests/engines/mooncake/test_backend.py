@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -19,10 +18,9 @@ import pytest
 from kvstore.tiers.network import BackendSettings, objects, open_backend
 from kvstore.tiers.network.base import Backend, Name, NetworkError, Object, Outcome
 from kvstore.tiers.network.mooncake import subprocess_pool
-from tests.engines.mooncake.cluster import CLIENT_TTL_S, Cluster
+from tests.engines.mooncake.cluster import CLIENT_TTL_S, Cluster, without_rdma
 from tests.tiers.network.contract import Contract, block, ends, payload, wanted
 
-SOURCE = Path(__file__).with_name("libibverbs.c")
 OK, MISSING, FULL, FAILED = Outcome.OK, Outcome.MISSING, Outcome.FULL, Outcome.FAILED
 SOON_S = 0.5
 SLACK_S = 0.3
@@ -32,17 +30,9 @@ SLACK_S = 0.3
 @pytest.fixture(scope="session", autouse=True)
 def libibverbs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The fake, made for all processes, unless this machine has the real one."""
-    try:
-        ctypes.CDLL("libibverbs.so.1")
-        yield
-        return
-    except OSError:
-        folder = tmp_path_factory.mktemp("fake")
-    library = folder / "libibverbs.so.1"
-    link = f"-Wl,-soname,libibverbs.so.1,--version-script={SOURCE.with_suffix('.map')}"
-    subprocess.run(["gcc", "-shared", "-fPIC", link, "-o", str(library), str(SOURCE)], check=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LD_LIBRARY_PATH", str(folder), prepend=os.pathsep)
+        for name, value in without_rdma(tmp_path_factory.mktemp("fake")).items():
+            patch.setenv(name, value)
         yield
 
 
