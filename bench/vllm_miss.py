@@ -33,7 +33,8 @@ _UNCACHED = "no prompt of this bench is seen twice"
 def run(bench: Bench) -> Iterator[Result]:
     """Yields one row per case."""
     for name, (model, tokens) in CASES.items():
-        with engine(bench, model, GIB, without_prefix_caching=_UNCACHED) as made:
+        used = bench.pick(model, {**model, "intermediate_size": 256})
+        with engine(bench, used, GIB, without_prefix_caching=_UNCACHED) as made:
             samples = (partial(_sample, made, tokens, True), partial(_sample, made, tokens, False))
             rounds = bench.interleave(f"vllm-miss/{name}", samples, 1 / len(CASES))
             made("plug", connected=True)

@@ -21,7 +21,8 @@ CASES = ("256", "512", "1024", "2048")
 
 def run(bench: Bench) -> Iterator[Result]:
     """Yields one row per prompt length."""
-    with roles(bench, llama(hidden=1024, layers=12, kv_heads=16), 4 * GIB) as (prefill, decode):
+    model = bench.pick(llama(hidden=1024, layers=12, kv_heads=16), llama(hidden=256, layers=2, kv_heads=4))
+    with roles(bench, model, 4 * GIB) as (prefill, decode):
         seeds = count(1)
         for case in CASES:
             tokens = int(case)

@@ -24,7 +24,8 @@ CASES = {"256": 256, "512": 512, "1024": 1024, "2048": 2048, "1024/half": 1024, 
 
 def run(bench: Bench) -> Iterator[Result]:
     """Yields one row per prompt length, and per share of it that is stored."""
-    with engine(bench, llama(hidden=1024, layers=12, kv_heads=16), 3 * GIB) as made:
+    model = bench.pick(llama(hidden=1024, layers=12, kv_heads=16), llama(hidden=256, layers=2, kv_heads=4))
+    with engine(bench, model, 3 * GIB) as made:
         seeds = count(1)
         for case, tokens in CASES.items():
             stored = tokens // 2 if case.endswith("/half") else tokens
