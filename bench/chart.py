@@ -72,6 +72,18 @@ ISOLATION = {
         }.items()
     },
 }
+PEERS = {
+    "peers/get/2-MiB": "Get of 2 MiB blocks, GiB/s",
+    "peers/get/64-KiB": "Get of 64 KiB blocks, GiB/s",
+    "peers/put/2-MiB": "Put of 2 MiB blocks, GiB/s",
+    "peers/put/64-KiB": "Put of 64 KiB blocks, GiB/s",
+}
+_STORES = {
+    "memcpy": "memcpy, no store",
+    "tmpfs": "a file in memory",
+    "valkey": "Valkey",
+    "mooncake": "Mooncake",
+}
 _POLICIES = {"Belady's bound": "second", "`hazard`": "first", "`lru`": "fourth", "`arc`": "third"}
 """Policies with a line in the picture of hit ratios, and its colour."""
 
@@ -100,6 +112,8 @@ def pictures(text: str) -> dict[str, str]:
         "bench-isolation.svg": _bars("p99 of a tenant beside others", ISOLATION, rows, 6.4, times),
         "bench-hits.svg": _hits(text),
     }
+    if rows.get("peers/get/2-MiB", {}).get("ratio"):
+        drawn["bench-peers.svg"] = _peers(rows)
     if measured := figures(text):
         drawn["ttft.svg"] = _ttft(measured, "Time to the first token").render()
         for theme in ("light", "dark"):
@@ -159,6 +173,32 @@ def _percent(
     most = max([1.05, *(bar.size for bar in bars), *(bar.mark or 0.0 for bar in bars)]) * 1.05
     step = 25 if most < 1.5 else 50
     return most, [(tick / 100, f"{tick} %") for tick in range(0, int(most * 100) + 1, step)]
+
+
+def _peers(rows: dict[str, Row]) -> str:
+    """Draws this store beside others, with one axis for all operations."""
+    picture, shown = Picture("Beside other stores"), [rows[name] for name in PEERS]
+    stores = [
+        {"kvstore, with checksums": float(row["value"]), **{_STORES[name]: also[name] for name in _STORES}}
+        for row in shown
+        for also in [_figures(row["also"])]
+    ]
+    most = max(figure for each in stores for figure in each.values()) * 1.05
+    ticks = [(float(tick), f"{tick}") for tick in range(0, int(most) + 1, 4)]
+    for heading, each in zip(PEERS.values(), stores, strict=True):
+        bars = [
+            Bar(label, figure, None, f"{figure:.3g}", "second" if i else "first")
+            for i, (label, figure) in enumerate(each.items())
+        ]
+        picture.bars(heading, bars, most, ticks)
+    picture.text(WIDTH - 16, picture.bottom + 14, _origin(shown), "s", "end")
+    picture.bottom += 20
+    return picture.render()
+
+
+def _figures(also: str) -> dict[str, float]:
+    """Returns the numbers of the column `also` by their names."""
+    return {name: float(figure) for name, figure in re.findall(r"(\w+) ([\d.]+)(?:,|$)", also)}
 
 
 def _origin(rows: Sequence[Row]) -> str:

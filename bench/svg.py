@@ -32,6 +32,7 @@ class Bar:
     size: float
     mark: float | None
     figures: str
+    colour: str = "first"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ class Picture:
             y = top + _LINE_PX * i
             self.text(left - 10, y + 14, row.label, anchor="end")
             size = f'width="{min(row.size, most) * scale:.1f}" height="{_LINE_PX - 8}"'
-            self.elements.append(f'<rect class="first" x="{left}" y="{y + 3:.1f}" {size} rx="2"/>')
+            self.elements.append(f'<rect class="{row.colour}" x="{left}" y="{y + 3:.1f}" {size} rx="2"/>')
             if row.mark is not None:
                 self.line(left + row.mark * scale, y, left + row.mark * scale, y + _LINE_PX - 2, "mark")
             self.text(right + 12, y + 14, row.figures, "s")
