@@ -68,7 +68,7 @@ SHAPES = {
 }
 """256 MiB of stored blocks each, more than the caches."""
 SMOKE = dict.fromkeys(SHAPES, Shape(4 * KIB, KEYS, 2, 1))
-ROWS = (*(f"peers/{what}/{size}" for what in ("get", "put") for size in SHAPES), "peers/exists/32-keys")
+CASES = (*(f"{what}/{size}" for what in ("get", "put") for size in SHAPES), "exists/32-keys")
 _ROOM_BYTES = 3 * GIB
 
 
@@ -366,17 +366,17 @@ def run(bench: Bench) -> Iterator[Result]:
                 peer.fill(shape)
             for what in ("get", "put"):
                 contests = [_Contest(peer, what, shape) for peer in peers]
-                rounds = bench.interleave(f"{what} {size}", contests, 1 / len(ROWS))
+                rounds = bench.interleave(f"{what} {size}", contests, 1 / len(CASES))
                 name = f"peers/{what}/{size}"
                 found[name] = _row(name, "GiB/s", rounds, contests, Target(">=", 1.0))
             if not found.get("peers/exists/32-keys"):
                 contests = [_Contest(peer, "exists", shape) for peer in stores]
-                rounds = bench.interleave("exists", contests, 1 / len(ROWS))
+                rounds = bench.interleave("exists", contests, 1 / len(CASES))
                 found["peers/exists/32-keys"] = _row(
                     "peers/exists/32-keys", "µs", rounds, contests, Target("<=", 1.0)
                 )
-        for name in ROWS:
-            yield found[name]
+        for case in CASES:
+            yield found[f"peers/{case}"]
 
 
 @contextmanager
