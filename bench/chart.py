@@ -105,14 +105,12 @@ def pictures(text: str) -> dict[str, str]:
     rows = {row["name"]: row for section in parse(text) for row in section.rows if "name" in row}
     times = [(float(tick), f"{tick}x") for tick in (0, 1, 2, 3, 4, 5, 6)]
     drawn = {
-        "bench-throughput.svg": _bars(
-            "Throughput against a plain copy in the same run", THROUGHPUT, rows, *_percent(THROUGHPUT, rows)
-        ),
-        "bench-latency.svg": _bars("Median latency", LATENCY, rows, 6.4, times),
-        "bench-isolation.svg": _bars("p99 of a tenant beside others", ISOLATION, rows, 6.4, times),
+        "bench-throughput.svg": _bars("Throughput against a plain copy in the same run", THROUGHPUT, rows),
+        "bench-latency.svg": _bars("Median latency", LATENCY, rows, (6.4, times)),
+        "bench-isolation.svg": _bars("p99 of a tenant beside others", ISOLATION, rows, (6.4, times)),
         "bench-hits.svg": _hits(text),
     }
-    if rows.get("peers/get/2-MiB", {}).get("ratio"):
+    if all(rows.get(name, {}).get("ratio") for name in PEERS):
         drawn["bench-peers.svg"] = _peers(rows)
     if measured := figures(text):
         drawn["ttft.svg"] = _ttft(measured, "Time to the first token").render()
@@ -147,16 +145,20 @@ def _bars(
     title: str,
     groups: dict[str, dict[str, str]],
     rows: dict[str, Row],
-    most: float,
-    ticks: list[tuple[float, str]],
+    axis: tuple[float, list[tuple[float, str]]] | None = None,
 ) -> str:
-    """Draws the rows that have a ratio, by group. `groups`: labels by name of a row, by heading."""
-    picture, shown = Picture(title), []
+    """Draws the rows that have a ratio, by group. `groups`: labels by name of a row, by heading.
+
+    `axis`: its end and ticks; longer bars are cut. None: in percent, long enough for all bars and targets.
+    """
+    picture = Picture(title)
+    measured = {name: row for name, row in rows.items() if row.get("ratio")}
+    shown = [measured[name] for names in groups.values() for name in names if name in measured]
+    most, ticks = axis or _percent([_bar("", row) for row in shown])
     for heading, names in groups.items():
-        there = [(label, rows[name]) for name, label in names.items() if rows.get(name, {}).get("ratio")]
+        there = [_bar(label, measured[name]) for name, label in names.items() if name in measured]
         if there:
-            picture.bars(heading, [_bar(label, row) for label, row in there], most, ticks)
-            shown += [row for _, row in there]
+            picture.bars(heading, there, most, ticks)
     picture.line(18, picture.bottom + 2, 18, picture.bottom + 18, "mark")
     picture.text(28, picture.bottom + 14, "target", "s")
     picture.text(WIDTH - 16, picture.bottom + 14, _origin(shown), "s", "end")
@@ -164,12 +166,7 @@ def _bars(
     return picture.render()
 
 
-def _percent(
-    groups: dict[str, dict[str, str]], rows: dict[str, Row]
-) -> tuple[float, list[tuple[float, str]]]:
-    """Returns the end of an axis that is long enough for all bars and targets, and its ticks."""
-    there = [rows[name] for names in groups.values() for name in names if rows.get(name, {}).get("ratio")]
-    bars = [_bar("", row) for row in there]
+def _percent(bars: Sequence[Bar]) -> tuple[float, list[tuple[float, str]]]:
     most = max([1.05, *(bar.size for bar in bars), *(bar.mark or 0.0 for bar in bars)]) * 1.05
     step = 25 if most < 1.5 else 50
     return most, [(tick / 100, f"{tick} %") for tick in range(0, int(most * 100) + 1, step)]

@@ -15,8 +15,6 @@ from tests.engines.environments import interpreter
 from tests.engines.vllm.engine import VOCABULARY, Engine, connector
 
 MAX_TOKENS = 2304
-LOOKUP_DEADLINE_S = 0.05
-"""The connector's default."""
 _OPTIONS: dict[str, Any] = {
     "load_format": "dummy",
     "max_model_len": MAX_TOKENS,
@@ -44,7 +42,7 @@ def engine_of(
     with bench.scratch() as folder:
         _save(folder, model)
         bench.doing("starting vLLM")
-        flag = connector(daemon, lookup_deadline_s=LOOKUP_DEADLINE_S, **options)
+        flag = connector(daemon, lookup_deadline_s=None, **options)
         with Engine(folder, python, threads, dtype=model["torch_dtype"], **_OPTIONS, **flag) as made:
             yield made
 
@@ -59,7 +57,7 @@ def roles(bench: Bench, model: dict[str, Any], dram_bytes: int) -> Iterator[tupl
         bench.doing("starting vLLM")
         made = []
         for role in ("kv_producer", "kv_consumer"):
-            [transfer] = connector(daemon, lookup_deadline_s=LOOKUP_DEADLINE_S).values()
+            [transfer] = connector(daemon, lookup_deadline_s=None).values()
             options = {**_OPTIONS, "kv_transfer_config": {**transfer, "kv_role": role}}
             made.append(stack.enter_context(Engine(folder, python, 1, **options)))
         prefill, decode = made

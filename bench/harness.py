@@ -19,9 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
 GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
 
 OTHERS_SHARE = 0.10
@@ -216,6 +213,12 @@ class Bench:
         return Rounds(kept, len(spoilt), noisy=False)
 
 
+def cpu_seconds(pid: int) -> float:
+    """Returns the CPU seconds of a process. Raises OSError if it has ended."""
+    # The id of the CPU clock of a process, see clock_getcpuclockid(3).
+    return time.clock_gettime((~pid << 3) | 2)
+
+
 class Neighbours:
     """Detects CPU use by other processes: not this one, its descendants or the kernel.
 
@@ -247,8 +250,7 @@ class Neighbours:
         for name in os.listdir("/proc"):
             if name.isdecimal() and not self._is_ours(int(name)):
                 try:
-                    # The id of the CPU clock of a process, see clock_getcpuclockid(3).
-                    clocks[int(name)] = time.clock_gettime((~int(name) << 3) | 2)
+                    clocks[int(name)] = cpu_seconds(int(name))
                 except OSError:
                     continue
         return clocks
@@ -298,6 +300,16 @@ def like_the_daemon() -> Iterator[None]:
 @contextmanager
 def progress_display(what: str) -> Iterator[Doing]:
     """Shows the progress of a bench on stderr, if that is a terminal."""
+    # Not in the environments of other stores, whose clients use this module.
+    from rich.console import Console  # noqa: PLC0415
+    from rich.progress import (  # noqa: PLC0415
+        BarColumn,
+        Progress,
+        SpinnerColumn,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+
     console = Console(stderr=True)
     columns = (
         SpinnerColumn(),

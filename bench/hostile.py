@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench import hostile_load
-from bench.harness import KIB, MIB, Bench, Neighbours, NotDone, Result, Target, Unable, quantile
+from bench.harness import KIB, MIB, Bench, Neighbours, NotDone, Result, Target, Unable, cpu_seconds, quantile
 from bench.hostile_load import Call, Post, Tally
 from bench.served import complete, wait_until
 from bench.tenant_load import Cue, Site, running
@@ -216,10 +216,10 @@ class _Attacked:
 
     def _pass(self, seconds: float) -> tuple[tuple[float, float], float]:
         """Waits. Returns the time span and the CPU of the daemon in cores."""
-        cpu_s, began = _cpu_s(self._daemon.pid), time.monotonic()
+        cpu_s, began = cpu_seconds(self._daemon.pid), time.monotonic()
         time.sleep(seconds)
         ended = time.monotonic()
-        return (began, ended), (_cpu_s(self._daemon.pid) - cpu_s) / (ended - began)
+        return (began, ended), (cpu_seconds(self._daemon.pid) - cpu_s) / (ended - began)
 
 
 def _rows(
@@ -268,11 +268,6 @@ def _memory_mib(pid: int, what: str) -> float:
         if line.startswith(f"{what}:"):
             return int(line.split()[1]) / KIB
     raise NotDone(f"/proc/{pid}/status has no {what}")
-
-
-def _cpu_s(pid: int) -> float:
-    # The id of the CPU clock of a process, see clock_getcpuclockid(3).
-    return time.clock_gettime((~pid << 3) | 2)
 
 
 # -- the interface

@@ -20,45 +20,18 @@ import json
 import os
 import statistics
 import subprocess
-import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from bench.harness import GIB, KIB, MIB, Bench, Result, Rounds, Target, Unable, expect
+from bench.contestants import KEYS, Contestant, Shape
+from bench.harness import GIB, KIB, MIB, Bench, Result, Rounds, Target, Unable, cpu_seconds, expect
 from bench.served import serve
 from bench.valkey import server
 from kvstore import Client, Layout, Namespace
 from tests.engines.environments import ROOT, environment, interpreter
 from tests.engines.mooncake.cluster import without_rdma
-
-Blocks = npt.NDArray[np.uint8]
-"""The blocks of a batch, (blocks, bytes)."""
-
-KEYS = 32
-"""Keys of one existence check."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Batches of one size. A sample gets or puts `calls` of the `sets` different batches."""
-
-    block_bytes: int
-    batch: int
-    sets: int
-    calls: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a sample."""
-        return self.block_bytes * self.batch * self.calls
-
 
 SHAPES = {
     "64-KiB": Shape(64 * KIB, 64, 64, 16),
@@ -69,106 +42,14 @@ SHAPES = {
 """256 MiB of stored blocks each, more than the caches."""
 SMOKE = dict.fromkeys(SHAPES, Shape(4 * KIB, KEYS, 2, 1))
 CASES = (*(f"{what}/{size}" for what in ("get", "put") for size in SHAPES), "exists/32-keys")
+_EXISTS_AT = "64-KiB"
+_WITHOUT_KEYS = "memcpy", "tmpfs"
+_CHECKS = 50
+"""Existence checks of a sample."""
 _ROOM_BYTES = 3 * GIB
 
 
-class Peer(ABC):
-    """A contestant. `fill` stores the batches of a shape; keys of a batch are those of its number."""
-
-    name = ""
-
-    @abstractmethod
-    def fill(self, shape: Shape) -> None:
-        """Forgets what is stored and stores the batches 0 to `shape.sets`."""
-
-    @abstractmethod
-    def get(self, numbers: Sequence[int]) -> float:
-        """Gets batches. Returns the seconds. Fails if a block is missing or wrong."""
-
-    @abstractmethod
-    def put(self, numbers: Sequence[int]) -> float:
-        """Puts new batches. Returns the seconds. Fails if a block is refused."""
-
-    @abstractmethod
-    def tidy(self, numbers: Sequence[int]) -> None:
-        """Removes new batches."""
-
-    def exists(self) -> float:
-        """Asks for the first keys of batch 0. Returns the seconds."""
-        raise NotImplementedError
-
-    @property
-    def pids(self) -> list[int]:
-        """The processes that work for it."""
-        return [os.getpid()]
-
-
-def stamped(shape: Shape, number: int, blocks: Blocks) -> None:
-    """Writes the number of each block into its first eight bytes."""
-    blocks.view(np.uint64)[:, 0] = np.arange(shape.batch) + number * shape.batch + 1
-
-
-def check_stamps(shape: Shape, number: int, blocks: Blocks) -> None:
-    """Raises NotDone if blocks of another batch are there. Erases the stamps."""
-    wanted = np.arange(shape.batch) + number * shape.batch + 1
-    expect(blocks.view(np.uint64)[:, 0].tolist(), wanted.tolist(), "stamps of blocks")
-    blocks[:, :8] = 0
-
-
-def data(shape: Shape) -> Blocks:
-    """Returns random blocks."""
-    return np.random.default_rng(3).integers(0, 256, (shape.batch, shape.block_bytes), np.uint8)
-
-
-def name_of(shape: Shape, number: int, i: int) -> str:
-    """Returns the key of a block, for stores whose keys are text."""
-    return f"{shape.block_bytes}-{number}-{i}"
-
-
-class _Here(Peer):
-    """A contestant whose client is this process. `_get` and `_put` move one batch."""
-
-    def __init__(self) -> None:
-        self._shape = SHAPES["64-KiB"]
-        self._blocks = self._out = data(self._shape)
-
-    def fill(self, shape: Shape) -> None:
-        self._shape, self._blocks = shape, data(shape)
-        self._out = np.ones_like(self._blocks)
-        self._clear()
-        for number in range(shape.sets):
-            stamped(shape, number, self._blocks)
-            self._put(number)
-
-    def get(self, numbers: Sequence[int]) -> float:
-        seconds = 0.0
-        for number in numbers:
-            start = time.perf_counter()
-            self._get(number)
-            seconds += time.perf_counter() - start
-            check_stamps(self._shape, number, self._out)
-        return seconds
-
-    def put(self, numbers: Sequence[int]) -> float:
-        seconds = 0.0
-        for number in numbers:
-            stamped(self._shape, number, self._blocks)
-            start = time.perf_counter()
-            self._put(number)
-            seconds += time.perf_counter() - start
-        return seconds
-
-    @abstractmethod
-    def _clear(self) -> None: ...
-
-    @abstractmethod
-    def _get(self, number: int) -> None: ...
-
-    @abstractmethod
-    def _put(self, number: int) -> None: ...
-
-
-class _Ours(_Here):
+class _Ours(Contestant):
     name = "kvstore"
 
     def __init__(self, client: Client, pid: int) -> None:
@@ -182,13 +63,12 @@ class _Ours(_Here):
     def pids(self) -> list[int]:
         return [os.getpid(), self._pid]
 
-    def exists(self) -> float:
-        keys = self._keys(0)[:KEYS]
-        start = time.perf_counter()
-        found = self._space.lookup(keys)
-        seconds = time.perf_counter() - start
-        expect(found, KEYS, "keys found")
-        return seconds
+    def tidy(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._space.invalidate(self._keys(number))
+
+    def _keys(self, number: int) -> list[bytes]:
+        return [key.encode().rjust(32, b".") for key in super()._keys(number)]
 
     def _clear(self) -> None:
         # Blocks of earlier shapes are evicted.
@@ -196,39 +76,32 @@ class _Ours(_Here):
         layout = Layout(model=f"peers {self._fills}", block_bytes=self._shape.block_bytes)
         self._space = self._client.namespace(layout)
 
-    def _keys(self, number: int) -> list[bytes]:
-        return [name_of(self._shape, number, i).encode().rjust(32, b".") for i in range(self._shape.batch)]
+    def _get(self, number: int, keys: list[bytes]) -> None:
+        expect(self._space.get(keys, self._out), len(keys), "blocks")
 
-    def _get(self, number: int) -> None:
-        expect(self._space.get(self._keys(number), self._out), self._shape.batch, "blocks")
+    def _put(self, number: int, keys: list[bytes]) -> None:
+        expect(self._space.put(keys, self._blocks).stored, len(keys), "stored blocks")
 
-    def _put(self, number: int) -> None:
-        expect(self._space.put(self._keys(number), self._blocks).stored, self._shape.batch, "stored blocks")
-
-    def tidy(self, numbers: Sequence[int]) -> None:
-        for number in numbers:
-            self._space.invalidate(self._keys(number))
+    def _count(self, keys: list[bytes]) -> int:
+        return self._space.lookup(keys)
 
 
-class _Memcpy(_Here):
+class _Memcpy(Contestant):
     name = "memcpy"
 
     def _clear(self) -> None:
-        self._stored = np.empty((self._shape.sets, *self._blocks.shape), np.uint8)
+        # Touched before the first copy.
+        self._stored = [self._blocks.copy() for _ in range(self._shape.sets)]
 
-    def _get(self, number: int) -> None:
+    def _get(self, number: int, keys: list[str]) -> None:
         ctypes.memmove(self._out.ctypes.data, self._stored[number].ctypes.data, self._out.nbytes)
 
-    def _put(self, number: int) -> None:
+    def _put(self, number: int, keys: list[str]) -> None:
         at = self._stored[number % self._shape.sets]
         ctypes.memmove(at.ctypes.data, self._blocks.ctypes.data, at.nbytes)
 
-    def tidy(self, numbers: Sequence[int]) -> None:
-        for number in range(self._shape.sets):
-            stamped(self._shape, number, self._stored[number])
 
-
-class _Tmpfs(_Here):
+class _Tmpfs(Contestant):
     name = "tmpfs"
 
     def __init__(self, fd: int) -> None:
@@ -238,21 +111,16 @@ class _Tmpfs(_Here):
     def _clear(self) -> None:
         os.ftruncate(self._fd, 0)
 
-    def _get(self, number: int) -> None:
+    def _get(self, number: int, keys: list[str]) -> None:
         expect(os.preadv(self._fd, list(self._out), number * self._out.nbytes), self._out.nbytes, "bytes")
 
-    def _put(self, number: int) -> None:
+    def _put(self, number: int, keys: list[str]) -> None:
         # New blocks take the place of evicted ones, as they do in a store that is full.
         at = number % self._shape.sets * self._blocks.nbytes
         expect(os.pwritev(self._fd, list(self._blocks), at), self._blocks.nbytes, "bytes")
 
-    def tidy(self, numbers: Sequence[int]) -> None:
-        for number in range(self._shape.sets):
-            stamped(self._shape, number, self._blocks)
-            self._put(number)
 
-
-class _Valkey(_Here):
+class _Valkey(Contestant):
     name = "valkey"
 
     def __init__(self, path: Path, pid: int) -> None:
@@ -269,37 +137,29 @@ class _Valkey(_Here):
     def pids(self) -> list[int]:
         return [os.getpid(), self._pid]
 
-    def exists(self) -> float:
-        keys = self._keys(0)[:KEYS]
-        start = time.perf_counter()
-        found = self._client.exists(*keys)
-        seconds = time.perf_counter() - start
-        expect(found, KEYS, "keys found")
-        return seconds
-
-    def _clear(self) -> None:
-        self._client.flushall()
-
-    def _keys(self, number: int) -> list[str]:
-        return [name_of(self._shape, number, i) for i in range(self._shape.batch)]
-
-    def _get(self, number: int) -> None:
-        for block, came in zip(self._out, self._client.mget(self._keys(number)), strict=True):
-            block[:] = np.frombuffer(came, np.uint8)
-
-    def _put(self, number: int) -> None:
-        with self._client.pipeline(transaction=False) as pipeline:
-            for key, block in zip(self._keys(number), self._blocks, strict=True):
-                pipeline.set(key, block.data)
-            expect(pipeline.execute(), [True] * self._shape.batch, "stored blocks")
-
     def tidy(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             self._client.delete(*self._keys(number))
 
+    def _clear(self) -> None:
+        self._client.flushall()
 
-class _Mooncake(Peer):
-    """The client runs in Mooncake's environment, see `bench.mooncake_client`."""
+    def _get(self, number: int, keys: list[str]) -> None:
+        for block, came in zip(self._out, self._client.mget(keys), strict=True):
+            block.data[:] = came
+
+    def _put(self, number: int, keys: list[str]) -> None:
+        with self._client.pipeline(transaction=False) as pipeline:
+            for key, block in zip(keys, self._blocks, strict=True):
+                pipeline.set(key, block.data)
+            expect(pipeline.execute(), [True] * len(keys), "stored blocks")
+
+    def _count(self, keys: list[str]) -> int:
+        return int(self._client.exists(*keys))
+
+
+class _Mooncake:
+    """The contestant in Mooncake's environment, see `bench.mooncake_client`."""
 
     name = "mooncake"
 
@@ -317,11 +177,7 @@ class _Mooncake(Peer):
             )
         )
         stack.callback(self._process.kill)
-        self._pids = self._hear()
-
-    @property
-    def pids(self) -> list[int]:
-        return self._pids
+        self.pids = self._hear()
 
     def fill(self, shape: Shape) -> None:
         self._ask("fill", shape.block_bytes, shape.batch, shape.sets, shape.calls)
@@ -354,33 +210,26 @@ class _Mooncake(Peer):
         raise RuntimeError("the client of Mooncake has ended")
 
 
+_Peer = Contestant | _Mooncake
+
+
 def run(bench: Bench) -> Iterator[Result]:
-    """Yields a row for each size of get and put, then existence checks."""
+    """Yields the rows of each size, and one of existence checks."""
     shapes = bench.pick(SHAPES, SMOKE)
     with bench.scratch() as folder, _peers(bench, folder) as peers:
-        stores = [peer for peer in peers if peer.name not in ("memcpy", "tmpfs")]
-        found: dict[str, Result] = {}
         for size, shape in shapes.items():
             bench.doing(f"filling {size}")
             for peer in peers:
                 peer.fill(shape)
             for what in ("get", "put"):
-                contests = [_Contest(peer, what, shape) for peer in peers]
-                rounds = bench.interleave(f"{what} {size}", contests, 1 / len(CASES))
-                name = f"peers/{what}/{size}"
-                found[name] = _row(name, "GiB/s", rounds, contests, Target(">=", 1.0))
-            if not found.get("peers/exists/32-keys"):
-                contests = [_Contest(peer, "exists", shape) for peer in stores]
-                rounds = bench.interleave("exists", contests, 1 / len(CASES))
-                found["peers/exists/32-keys"] = _row(
-                    "peers/exists/32-keys", "µs", rounds, contests, Target("<=", 1.0)
-                )
-        for case in CASES:
-            yield found[f"peers/{case}"]
+                yield _contest(bench, f"{what}/{size}", peers, shape, "GiB/s", Target(">=", 1.0))
+            if size == _EXISTS_AT:
+                stores = [peer for peer in peers if peer.name not in _WITHOUT_KEYS]
+                yield _contest(bench, "exists/32-keys", stores, shape, "µs", Target("<=", 1.0))
 
 
 @contextmanager
-def _peers(bench: Bench, folder: Path) -> Iterator[list[Peer]]:
+def _peers(bench: Bench, folder: Path) -> Iterator[list[_Peer]]:
     """Yields the contestants, ours first."""
     with ExitStack() as stack:
         bench.doing("starting the stores")
@@ -397,53 +246,45 @@ def _peers(bench: Bench, folder: Path) -> Iterator[list[Peer]]:
         ]
 
 
-class _Contest:
+class _Samples:
     """Samples one operation of a contestant. Also sums up the CPU seconds of its processes."""
 
-    def __init__(self, peer: Peer, what: str, shape: Shape) -> None:
-        self.peer = peer
+    def __init__(self, peer: _Peer, what: str, shape: Shape) -> None:
+        self._peer = peer
         self._what = what
         self._shape = shape
         self._next = itertools.count(shape.sets, shape.calls)
         self._cpu: list[float] = []
 
     def __call__(self, n: int) -> float:
-        first = next(self._next)
-        new = range(first, first + self._shape.calls)
-        before = self._clock()
-        figure = self._sample(n, new)
-        self._cpu.append((self._clock() - before) / (self._shape.nbytes / GIB))
-        if self._what == "put":
-            self.peer.tidy(new)
-        return figure
-
-    @property
-    def cpu_s(self) -> float:
-        """CPU seconds for each GiB, the median of all samples."""
-        return statistics.median(self._cpu)
-
-    def _sample(self, n: int, new: Sequence[int]) -> float:
-        shape = self._shape
+        shape, peer = self._shape, self._peer
         if self._what == "exists":
-            return statistics.median(self.peer.exists() for _ in range(50)) * 1e6
-        if self._what == "get":
-            seconds = self.peer.get([(n * shape.calls + i) % shape.sets for i in range(shape.calls)])
-        else:
-            seconds = self.peer.put(new)
+            return statistics.median(peer.exists() for _ in range(_CHECKS)) * 1e6
+        first = next(self._next) if self._what == "put" else n * shape.calls % shape.sets
+        numbers = range(first, first + shape.calls)
+        before = sum(map(cpu_seconds, peer.pids))
+        seconds = peer.put(numbers) if self._what == "put" else peer.get(numbers)
+        self._cpu.append((sum(map(cpu_seconds, peer.pids)) - before) / (shape.nbytes / GIB))
+        if self._what == "put":
+            peer.tidy(numbers)
         return shape.nbytes / seconds / GIB
 
-    def _clock(self) -> float:
-        # The id of the CPU clock of a process, see clock_getcpuclockid(3).
-        return sum(time.clock_gettime((~pid << 3) | 2) for pid in self.peer.pids)
+    @property
+    def cpu(self) -> dict[str, float]:
+        """CPU seconds for each GiB, the median of all samples, by name; existence checks have none."""
+        return {f"cpu_{self._peer.name}": statistics.median(self._cpu)} if self._cpu else {}
 
 
-def _row(name: str, unit: str, rounds: Rounds, contests: Sequence[_Contest], target: Target) -> Result:
+def _contest(
+    bench: Bench, case: str, peers: Sequence[_Peer], shape: Shape, unit: str, target: Target
+) -> Result:
     """Returns the row of ours compared with the fastest peer. `extra`: all figures."""
-    figures = {contest.peer.name: rounds.median(i) for i, contest in enumerate(contests)}
-    peers = [i for i, contest in enumerate(contests) if contest.peer.name not in ("kvstore", "memcpy")]
-    fastest = (max if target.sign == ">=" else min)(peers, key=rounds.median)
-    extra: dict[str, Any] = {"fastest": contests[fastest].peer.name}
-    extra |= {other: figure for other, figure in figures.items() if other != "kvstore"}
-    if unit == "GiB/s":
-        extra |= {f"cpu_{contest.peer.name}": contest.cpu_s for contest in contests}
-    return rounds.result(name, unit, target, fastest, **extra)
+    samples = [_Samples(peer, case.partition("/")[0], shape) for peer in peers]
+    rounds: Rounds = bench.interleave(case, samples, 1 / len(CASES))
+    others = [i for i, peer in enumerate(peers) if peer.name not in ("kvstore", "memcpy")]
+    fastest = (max if target.sign == ">=" else min)(others, key=rounds.median)
+    extra: dict[str, Any] = {"fastest": peers[fastest].name}
+    extra |= {peer.name: rounds.median(i) for i, peer in enumerate(peers) if i}
+    for each in samples:
+        extra |= each.cpu
+    return rounds.result(f"peers/{case}", unit, target, fastest, **extra)

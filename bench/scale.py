@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.harness import GIB, KIB, MIB, Bench, Result, Target, expect, quantile
+from bench.harness import GIB, KIB, MIB, Bench, Result, Target, cpu_seconds, expect, quantile
 from bench.served import serve, wait_until
 from bench.tenant_load import Cue, running
 from kvstore import Client, Layout, Namespace
@@ -98,11 +98,11 @@ class _Puts:
 
     def measure(self, seconds: float, pid: int) -> tuple[float, float, float]:
         """Puts for some seconds. Returns blocks/s, the longest call in ms, and daemon CPU us a block."""
-        before, cpu_s, start, longest = self.stored, _cpu_s(pid), time.perf_counter(), 0.0
+        before, cpu_s, start, longest = self.stored, cpu_seconds(pid), time.perf_counter(), 0.0
         while (passed := time.perf_counter() - start) < seconds or self.stored == before:
             longest = max(longest, self.put_chain())
         n = self.stored - before
-        return n / passed, 1000 * longest, 1e6 * (_cpu_s(pid) - cpu_s) / n
+        return n / passed, 1000 * longest, 1e6 * (cpu_seconds(pid) - cpu_s) / n
 
 
 def _look_up(cue: Cue, url: str, layout: Layout, keys: list[bytes]) -> list[float]:
@@ -125,11 +125,6 @@ def _look_up(cue: Cue, url: str, layout: Layout, keys: list[bytes]) -> list[floa
 def _all_written(client: Client) -> None:
     """Waits until no copies are queued or under way."""
     wait_until(client, lambda status: not status["copies_under_way"], 0.05)
-
-
-def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:

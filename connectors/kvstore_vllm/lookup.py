@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -140,20 +140,13 @@ class Lookup:
 
 
 class ScopeLookups:
-    """The lookups of scopes other than the engine's own."""
+    """The lookups of scopes other than the engine's own, as `make` makes them.
 
-    def __init__(
-        self,
-        client: Client,
-        groups: Sequence[Group],
-        rate: PrefillRate,
-        deadline_s: float,
-        drops: bool = False,
-    ) -> None:
-        self._groups = list(groups)
-        self._rate = rate
-        self._deadline_s = deadline_s
-        self._drops = drops
+    `deadline_s`: bounds the first call to the daemon with a token.
+    """
+
+    def __init__(self, client: Client, make: Callable[[Client, Scope], Lookup], deadline_s: float) -> None:
+        self._make = make
         self._tenants = Tenants(client, deadline_s, tries=True)
         self._layouts: list[list[Layout]] = []
         self._epoch = ""
@@ -172,12 +165,10 @@ class ScopeLookups:
         self._coordinator = coordinator
 
     def find(self, scope: Scope, request: Any, salt: bytes, first: bool, computed_tokens: int) -> Found:
-        """Returns which blocks of a scope all workers can load, see `Lookup.find`.
+        """Returns which blocks of a scope all workers can load, see `Lookup.find`. Call `meet` before.
 
         Raises RefusedError for a token that the daemon refuses, and UNANSWERED.
         """
-        if not self._layouts:
-            return Found(0, [set() for _ in self._groups])
         try:
             lookup = self._tenants.opened(scope, self._epoch, None, lambda client: self._made(client, scope))
             return lookup.find(request, salt, first, computed_tokens)
@@ -190,7 +181,7 @@ class ScopeLookups:
         self._tenants.close()
 
     def _made(self, client: Client, scope: Scope) -> Lookup:
-        lookup = Lookup(client, self._groups, self._rate, self._deadline_s, self._drops, scope)
+        lookup = self._make(client, scope)
         lookup.bind(self._coordinator)
         lookup.meet(self._layouts, self._epoch)
         return lookup

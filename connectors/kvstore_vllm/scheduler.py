@@ -22,7 +22,7 @@ from kvstore_vllm.handoff import Handoffs
 from kvstore_vllm.lookup import Lookup, ScopeLookups
 from kvstore_vllm.messages import Hint, Load, Part, Progress, Save, Step
 from kvstore_vllm.metrics import NOT_STORED, REFUSED, UNANSWERED, Recorder, reason_of
-from kvstore_vllm.options import DEFAULT, OWN, WITHOUT, OptionReader, Options
+from kvstore_vllm.options import DEFAULT, OWN, WITHOUT, OptionReader, Options, Scope
 from kvstore_vllm.prefill_rate import PrefillRate
 from kvstore_vllm.references import PageReferences
 from kvstore_vllm.tails import Tails, Tracked
@@ -75,9 +75,9 @@ class SchedulerHalf:
         asynchronous: bool,
         loads: bool,
         saves: bool,
+        lookup_deadline_s: float,
         whole_inputs: bool = False,
         step_tokens: int = 8192,
-        lookup_deadline_s: float = 0.05,
         drops: bool = False,
     ) -> None:
         self._client = client
@@ -90,8 +90,12 @@ class SchedulerHalf:
         self._may_save = saves
         self._whole_inputs = whole_inputs
         self._rate = PrefillRate(step_tokens)
-        self._lookup = Lookup(client, groups, self._rate, lookup_deadline_s, drops)
-        self._scopes = ScopeLookups(client, groups, self._rate, lookup_deadline_s, drops)
+
+        def lookup(client: Client, scope: Scope = OWN) -> Lookup:
+            return Lookup(client, groups, self._rate, lookup_deadline_s, drops, scope)
+
+        self._lookup = lookup(client)
+        self._scopes = ScopeLookups(client, lookup, lookup_deadline_s)
         self._tracked: dict[str, Tracked] = {}
         self._matched: dict[str, Match] = {}
         self._tried: dict[str, int] = {}

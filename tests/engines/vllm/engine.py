@@ -43,7 +43,11 @@ def full_blocks(tokens: int, block_tokens: int = BLOCK_TOKENS) -> int:
 
 
 def connector(daemon: LocalDaemon | str, **extra: Any) -> dict[str, Any]:
-    """The flag that makes an engine use the connector, with longer deadlines than the defaults."""
+    """The flag that makes an engine use the connector, with longer deadlines than the defaults.
+
+    An option that is None has its default.
+    """
+    options = {name: value for name, value in (PATIENCE | extra).items() if value is not None}
     url = daemon if isinstance(daemon, str) else daemon.url
     return {
         "kv_transfer_config": {
@@ -51,7 +55,7 @@ def connector(daemon: LocalDaemon | str, **extra: Any) -> dict[str, Any]:
             "kv_connector_module_path": "kvstore_vllm",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"url": url, **PATIENCE, **extra},
+            "kv_connector_extra_config": {"url": url, **options},
         }
     }
 
