@@ -357,6 +357,7 @@ def emptied(url: str) -> bool:
         return bool(json.load(answer)["success"])
 
 
+@pytest.mark.alone
 def test_the_http_server_takes_options_in_the_body(
     model: Path, own: TenantDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
