@@ -9,6 +9,8 @@ import pytest
 from bench.catalog import BENCHES, ENGINES, measure
 from bench.harness import Bench
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_bench_yields_its_rows(name: str, tmp_path: Path) -> None:
