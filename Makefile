@@ -33,7 +33,7 @@ simulate: $(READY)
 # Real engines, each in a separate environment outside the clone. ENGINES=vllm: only this engine.
 test-engines: $(READY)
 	$(BIN)/python tests/engines/environments.py $(ENGINES)
-	$(if $(ENGINES),,$(BIN)/pytest tests/engines/test_benches.py)
+	$(if $(ENGINES),,$(BIN)/pytest --numprocesses 2 tests/engines/test_benches.py)
 
 # A real GPU. CUDA=12 or CUDA=13 selects the CUDA version, by default that of the driver. Fails without a GPU.
 CUDA ?= $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA[A-Za-z ]* Version: *\([0-9]*\).*/\1/p')
