@@ -10,12 +10,14 @@ from kvstore.core.blocks.block_table import FREE, HOLE, LIVE, RESERVED
 from kvstore.core.capacity.slot_classes import Slots
 from kvstore.core.requests.leases import LeaseTable
 from kvstore.core.residency.residency import DEMOTE, Residency
+from kvstore.types import PRESENCE_NOT_READY, PRESENCE_READY
 
 
 def check(leases: LeaseTable) -> None:
     """Raises AssertionError with the name of a broken invariant."""
     r = leases.residency
     _check_rows(r)
+    _check_presence(r)
     for tier in range(len(r.tiers)):
         _check_tier(leases, tier)
         _check_tenants(leases, tier)
@@ -89,6 +91,28 @@ def _check_rows(r: Residency) -> None:
         n = int((b.namespace[holes] == namespace).sum())
         assert r.chains.holes[namespace] == n, "holes miscounted"
     assert set(r.pins.ends) == set(np.flatnonzero(b.pinned).tolist()), "pins miscounted"
+
+
+def _check_presence(r: Residency) -> None:
+    """Each presence table has exactly the readable rows, with the tiers that would serve them."""
+    b = r.blocks
+    for number, table in r.presence.tables.items():
+        assert r.namespaces.get(number) is table.namespace, "a presence table of another namespace"
+        mine = (b.namespace == number) & (b.state == LIVE)
+        rows = np.flatnonzero(mine[: min(table.row, b.capacity)])
+        flags, there = r.presence.flags_of(table.namespace, rows)
+        assert there.all(), "a live block without a copy"
+        wanted = Counter[int]()
+        for row, flag in zip(rows.tolist(), flags.tolist(), strict=True):
+            mark, first, second = table.hash(b.words[row : row + 1], int(b.key_bytes[row]))
+            cell = int(mark[0]) | flag
+            assert cell in table.cells[[first[0], second[0]]], "a readable block is not in the presence table"
+            wanted[cell] += 1
+        assert Counter(table.cells[table.cells > 0].tolist()) == wanted, "a presence table has other blocks"
+        assert table.count == len(rows), "cells of a presence table miscounted"
+        ready = table.row >= b.capacity and not r.topology.out_of_reach
+        assert int(table.words[0]) == (PRESENCE_READY if ready else PRESENCE_NOT_READY), "a table's state"
+        assert not (table.namespace.closed or table.namespace.has_ttl), "a table that cannot answer"
 
 
 def _check_tier(leases: LeaseTable, tier: int) -> None:
