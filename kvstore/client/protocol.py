@@ -108,6 +108,9 @@ class ProtocolState:
         self._received: deque[Any] = deque()
         self._token = token
         self._last_id = 0
+        # Reentrant, as that of the outbox.
+        self._reports_lock = threading.RLock()
+        self._reports: dict[int, m.LookedUp] = {}
 
     def namespace(self, name: _Name) -> _Opened | None:
         """Returns the open namespace of this name, None if it must be opened first."""
@@ -142,14 +145,32 @@ class ProtocolState:
         self.maps = self.maps.of(message.instance)
 
     def send(self, message: Any) -> bytes:
-        """Returns the bytes of a request. Sets its id."""
+        """Returns the bytes of a request, after those of waiting reports. Sets its id."""
         self._last_id += 1
         message.id = self._last_id
-        return pack(message, self.frame_bytes, self.version)
+        return self.reports() + pack(message, self.frame_bytes, self.version)
 
     def post(self, message: Any) -> bytes:
-        """Returns the bytes of a message without an answer."""
-        return pack(message, self.frame_bytes, self.version)
+        """Returns the bytes of a message without an answer, after those of waiting reports."""
+        return self.reports() + pack(message, self.frame_bytes, self.version)
+
+    def add_report(self, namespace: int, asks: int, tiers: bytes) -> None:
+        """Adds a lookup that needed no request: of `asks` new blocks, and of blocks found in these tiers."""
+        with self._reports_lock:
+            report = self._reports.setdefault(namespace, m.LookedUp(namespace, 0, (0,) * m.MAX_TIERS))
+            report.asks += asks
+            counts = list(report.found)
+            for tier in set(tiers):
+                counts[tier] += tiers.count(tier)
+            report.found = tuple(counts)
+
+    def reports(self) -> bytes:
+        """Returns the bytes of the waiting reports, which wait no longer."""
+        if not self._reports:
+            return b""
+        with self._reports_lock:
+            reports, self._reports = self._reports, {}
+        return b"".join(pack(report, self.frame_bytes, self.version) for report in reports.values())
 
     def receive(self, data: bytes) -> Any:
         """Returns the first message that is complete with `data` and not returned yet, or None.

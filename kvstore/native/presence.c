@@ -42,31 +42,40 @@ static void make_factors(uint64_t *factors, uint64_t seed)
     }
 }
 
-/* Returns 0 if the buffer cannot be a table: it is another process that wrote its head. */
+/* Returns 0 if the buffer cannot be a table. The number of buckets is that of the buffer, not what it says. */
 static int open_table(presence_table *table, const Py_buffer *view)
 {
-    if (view->len < 2 * LINE_BYTES || (uintptr_t)view->buf % LINE_BYTES)
-        return 0;
     table->head = view->buf;
     table->cells = table->head + LINE_BYTES / 8;
     table->buckets = (uint64_t)view->len / LINE_BYTES - 1;
-    if (table->head[2] != table->buckets || table->buckets >> 32)
+    if (view->len < 2 * LINE_BYTES || (uintptr_t)view->buf % LINE_BYTES || table->buckets >> 32)
         return 0;
-    make_factors(table->factors, table->head[1]);
+    make_factors(table->factors, atomic_load_explicit(&table->head[1], memory_order_relaxed));
     return 1;
+}
+
+static uint64_t mix(uint64_t word)
+{
+    word = (word ^ (word >> 32)) * MIX;
+    return word ^ (word >> 29);
 }
 
 static place place_of(const presence_table *table, const char *key, size_t size)
 {
-    uint64_t mark = size * table->factors[FACTORS - 1], bucket = 0;
-    for (size_t i = 0; 8 * i < size; i++) {
-        uint64_t word = 0;
-        memcpy(&word, key + 8 * i, size - 8 * i < 8 ? size - 8 * i : 8);
-        word += table->factors[2 * i];
-        word = (word ^ (word >> 32)) * MIX;
-        word ^= word >> 29;
-        mark += word * table->factors[2 * i];
-        bucket += word * table->factors[2 * i + 1];
+    const uint64_t *factor = table->factors;
+    uint64_t mark = size * factor[FACTORS - 1], bucket = 0, word = 0;
+    for (; size >= 8; size -= 8, key += 8, factor += 2) {
+        memcpy(&word, key, 8);
+        word = mix(word + factor[0]);
+        mark += word * factor[0];
+        bucket += word * factor[1];
+    }
+    if (size) {
+        word = 0;
+        memcpy(&word, key, size);
+        word = mix(word + factor[0]);
+        mark += word * factor[0];
+        bucket += word * factor[1];
     }
     mark &= ~FLAGS;
     return (place){
@@ -92,6 +101,7 @@ static uint64_t find_in(cell *bucket, uint64_t mark)
 static Py_ssize_t find_keys(const presence_table *table, PyObject *keys, Py_ssize_t n, int leading, uint8_t *out)
 {
     place places[AT_ONCE];
+    uint64_t found[AT_ONCE];
     Py_ssize_t size = -1;
     for (Py_ssize_t at = 0; at < n; at += AT_ONCE) {
         Py_ssize_t some = n - at < AT_ONCE ? n - at : AT_ONCE;
@@ -108,15 +118,18 @@ static Py_ssize_t find_keys(const presence_table *table, PyObject *keys, Py_ssiz
             }
             places[i] = place_of(table, bytes, (size_t)length);
             __builtin_prefetch((const void *)places[i].first);
-            __builtin_prefetch((const void *)places[i].second);
         }
         for (Py_ssize_t i = 0; i < some; i++) {
-            uint64_t found = find_in(places[i].first, places[i].mark);
-            if (!found)
-                found = find_in(places[i].second, places[i].mark);
-            if (!found && leading)
+            found[i] = find_in(places[i].first, places[i].mark);
+            if (!found[i])
+                __builtin_prefetch((const void *)places[i].second);
+        }
+        for (Py_ssize_t i = 0; i < some; i++) {
+            if (!found[i])
+                found[i] = find_in(places[i].second, places[i].mark);
+            if (!found[i] && leading)
                 return at + i;
-            out[at + i] = found ? (uint8_t)(found & FLAGS) : 0xFF;
+            out[at + i] = found[i] ? (uint8_t)(found[i] & FLAGS) : 0xFF;
         }
     }
     return n;

@@ -6,8 +6,7 @@ numpy, and no cell moves. Even a torn read would only be a miss, or make `acquir
 
 A table is filled in steps and then follows every change. One that is too full is retired, like the table of a
 namespace that is deleted, published or gets a TTL. A client then asks for another table. The daemon provides
-the memory: one line of 64 bytes (state, seed of the hash, number of buckets), then the buckets. The reader is
-`native/presence.c`.
+the memory: one line of 64 bytes (state, seed of the hash), then the buckets. The reader is `native/presence.c`.
 """
 
 from __future__ import annotations
@@ -37,7 +36,8 @@ U64 = npt.NDArray[np.uint64]
 _WAYS = 8
 _LINE_BYTES = 64
 _LEAST_BUCKETS = 512
-_FULL = 0.7  # of all cells: up to here, two buckets of 8 have room for every key
+_PREFERRED = 5  # cells of its first bucket that a key takes before it looks at the second
+_FULL = 0.65  # of all cells: up to here, there is room for every key
 _FLAGS = np.uint64(0x1F)
 _LEAST_MARK = np.uint64(0x20)
 _MIX = np.uint64(0x9E3779B97F4A7C15)
@@ -67,7 +67,7 @@ class PresenceTable:
         factors = np.array([f | 1 for f in splitmix(seed, 2 * width + 1)], np.uint64)
         self._pairs = factors[: 2 * width].reshape(width, 2)
         self._size_factor = int(factors[-1])
-        words[1], words[2] = seed, len(self.cells)
+        words[1] = seed
 
     def set_state(self, state: int) -> None:
         """Tells readers whether they may use the table."""
@@ -109,10 +109,12 @@ class PresenceTable:
         return self._add(value[todo], first[todo], second[todo])
 
     def _add(self, value: U64, first: Rows, second: Rows) -> bool:
-        """Adds each value to the emptier one of its buckets. Returns False if one has no room."""
+        """Adds each value to its first bucket, or to the emptier one. Returns False if one has no room."""
         while len(value):
             used, others = self.cells[first] != 0, self.cells[second] != 0
-            emptier = others.sum(axis=1) < used.sum(axis=1)
+            # Most keys in their first bucket: readers then load one line for each.
+            filled = used.sum(axis=1)
+            emptier = (filled >= _PREFERRED) & (others.sum(axis=1) < filled)
             bucket, used = np.where(emptier, second, first), np.where(emptier[:, None], others, used)
             if used.all(axis=1).any():
                 return False

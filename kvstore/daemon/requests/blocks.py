@@ -51,6 +51,13 @@ def lookup(session: Session, q: m.Lookup) -> None:
         services.network.requests.lookup(session, q.id, event, namespace, session.deadline(q.timeout_s))
 
 
+def looked_up(session: Session, q: m.LookedUp) -> None:
+    """Counts lookups that a presence table has answered."""
+    namespace = session.namespaces.at(q.namespace)
+    if namespace is not None:
+        session.prompts.looked_up(q, namespace)
+
+
 def contains(session: Session, q: m.Contains) -> None:
     """Answers which keys are stored."""
     services, (namespace, event) = session.services, _named(session, q)

@@ -66,6 +66,11 @@ class Prompts:
         if isinstance(action, ac.Grant) and action.lease:
             self._leased[number_on_connection(action.lease)] = _Leased(namespace, action.sources)
 
+    def looked_up(self, q: m.LookedUp, namespace: NamespaceEntry) -> None:
+        """Counts what lookups without a request have asked and found."""
+        self._count(namespace, hits.REQUESTED, {hits.ALL_TIERS: q.asks})
+        self._count(namespace, hits.FOUND, dict(enumerate(q.found)))
+
     def released(self, q: m.Release) -> None:
         """Counts the blocks that were read under a lease."""
         leased = self._leased.pop(q.lease, None)
