@@ -6,6 +6,7 @@ Not covered: sockets, threads and time (`connection`, `sync`, `aio`), mapped ext
 from __future__ import annotations
 
 import logging
+import struct
 import threading
 from collections import deque
 from typing import Any
@@ -110,7 +111,7 @@ class ProtocolState:
         self._last_id = 0
         # Reentrant, as that of the outbox.
         self._reports_lock = threading.RLock()
-        self._reports: dict[int, m.LookedUp] = {}
+        self._reports: dict[int, list[int]] = {}
 
     def namespace(self, name: _Name) -> _Opened | None:
         """Returns the open namespace of this name, None if it must be opened first."""
@@ -157,12 +158,10 @@ class ProtocolState:
     def add_report(self, namespace: int, asks: int, tiers: bytes) -> None:
         """Adds a lookup that needed no request: of `asks` new blocks, and of blocks found in these tiers."""
         with self._reports_lock:
-            report = self._reports.setdefault(namespace, m.LookedUp(namespace, 0, (0,) * m.MAX_TIERS))
-            report.asks += asks
-            counts = list(report.found)
+            counts = self._reports.setdefault(namespace, [0] * (m.MAX_TIERS + 1))
+            counts[-1] += asks
             for tier in set(tiers):
                 counts[tier] += tiers.count(tier)
-            report.found = tuple(counts)
 
     def reports(self) -> bytes:
         """Returns the bytes of the waiting reports, which wait no longer."""
@@ -170,7 +169,10 @@ class ProtocolState:
             return b""
         with self._reports_lock:
             reports, self._reports = self._reports, {}
-        return b"".join(pack(report, self.frame_bytes, self.version) for report in reports.values())
+        return b"".join(
+            pack(m.LookedUp(namespace, asks, struct.pack(f"<{m.MAX_TIERS}I", *found)), version=self.version)
+            for namespace, (*found, asks) in reports.items()
+        )
 
     def receive(self, data: bytes) -> Any:
         """Returns the first message that is complete with `data` and not returned yet, or None.

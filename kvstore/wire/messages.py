@@ -535,17 +535,17 @@ class MappedPresence(_Numbered):
 class LookedUp:
     """Reports lookups that a presence table has answered, for the hit ratio. Since version 12.
 
-    `asks`: blocks of prompts that were requested for the first time. `found`: how many stored blocks of them
-    were not counted as found before, by the number of the tier.
+    `asks`: blocks of prompts that were requested for the first time. `found`: a u32 for each tier by number,
+    how many stored blocks were found there that were not counted as found before.
     """
 
     namespace: int
     asks: int
-    found: tuple[Any, ...]
+    found: bytes
 
     def validate(self) -> None:
-        if len(self.found) > MAX_TIERS or not all(type(n) is int and n >= 0 for n in self.found):
-            raise RemoteProtocolError(f"{len(self.found)} numbers of blocks found", "one for each tier")
+        if len(self.found) % 4 or len(self.found) > 4 * MAX_TIERS:
+            raise RemoteProtocolError(f"{len(self.found)} bytes of blocks found", "a u32 for each tier")
 
 
 # -- operators

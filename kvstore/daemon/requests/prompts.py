@@ -19,6 +19,9 @@ from kvstore.daemon.tenancy.namespaces import NamespaceEntry
 from kvstore.wire import messages as m
 
 
+_MOST_REPORTED = (1 << 32) - 1
+
+
 @dataclass(slots=True)
 class _Question:
     """A Lookup or Acquire without an answer yet."""
@@ -68,8 +71,8 @@ class Prompts:
 
     def looked_up(self, q: m.LookedUp, namespace: NamespaceEntry) -> None:
         """Counts what lookups without a request have asked and found."""
-        self._count(namespace, hits.REQUESTED, {hits.ALL_TIERS: q.asks})
-        self._count(namespace, hits.FOUND, dict(enumerate(q.found)))
+        self._count(namespace, hits.REQUESTED, {hits.ALL_TIERS: min(q.asks, _MOST_REPORTED)})
+        self._count(namespace, hits.FOUND, dict(enumerate(np.frombuffer(q.found, "<u4").tolist())))
 
     def released(self, q: m.Release) -> None:
         """Counts the blocks that were read under a lease."""
