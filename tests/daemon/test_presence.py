@@ -157,7 +157,7 @@ def test_tables_and_requests_give_the_same_answers(client: Client, daemon: Local
             assert ns.contains(keys).tolist() == same.contains(keys).tolist()
             for length in (1, 40, 600):
                 assert ns.lookup(keys[:length], prompt=0) == same.lookup(keys[:length], prompt=0)
-            asked = [(ns, keys[:30], 0, Estimate(1e-9, have=dice.randrange(40)))]
+            asked = [(ns, keys[:30], 0, Estimate(1e-9, 1.0, dice.randrange(40)))]
             assert client.lookup(asked) == other.lookup([(same, *asked[0][1:])])
         assert table_of(client, ns) is not None
         if kind == "independent":
@@ -177,7 +177,7 @@ def test_estimates_of_blocks_that_must_be_loaded_are_asked_for(client: Client, a
     found = client.lookup([(ns, chain, 0, None) for chain in chains])[0]
     assert [each.blocks for each in found] == [100] * 20
     assert not asked, "it is not asked whether they are worth loading"
-    hurry = Estimate(recompute_s=1e-9)
+    hurry = Estimate(1e-9, 1.0)
     assert not all(client.lookup([(ns, chain, 0, hurry)])[0][0].worth_loading == 100 for chain in chains)
     assert "Lookup" in asked
     asked.clear()
@@ -466,9 +466,9 @@ def test_reports_of_broken_clients_harm_nobody(daemon: LocalDaemon, client: Clie
 
 
 def test_tables_are_counted_as_memory(client: Client) -> None:
-    ns, before = client.namespace(new_layout()), client.control("figures")["ram_bytes"]
+    ns, before = client.namespace(new_layout()), client.status()["core_ram_bytes"]
     ns.put(KEYS, payloads(KEYS))
     with_table(client, ns)
     table = table_of(client, ns)
     assert np.frombuffer(table._memory, np.uint64)[0] == PRESENCE_READY
-    assert client.control("figures")["ram_bytes"] - before >= len(table._memory)
+    assert client.status()["core_ram_bytes"] - before >= len(table._memory)

@@ -6,7 +6,7 @@ Clients mark the first request of a prompt, because only they know all of its ke
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -69,10 +69,10 @@ class Prompts:
         if isinstance(action, ac.Grant) and action.lease:
             self._leased[number_on_connection(action.lease)] = _Leased(namespace, action.sources)
 
-    def looked_up(self, q: m.LookedUp, namespace: NamespaceEntry) -> None:
-        """Counts what lookups without a request have asked and found."""
-        self._count(namespace, hits.REQUESTED, {hits.ALL_TIERS: min(q.asks, _MOST_REPORTED)})
-        self._count(namespace, hits.FOUND, dict(enumerate(np.frombuffer(q.found, "<u4").tolist())))
+    def looked_up(self, namespace: NamespaceEntry, asks: int, found: Sequence[int]) -> None:
+        """Counts lookups without a request: blocks that were requested, and found by number of the tier."""
+        self._count(namespace, hits.REQUESTED, {hits.ALL_TIERS: min(asks, _MOST_REPORTED)})
+        self._count(namespace, hits.FOUND, dict(enumerate(found)))
 
     def released(self, q: m.Release) -> None:
         """Counts the blocks that were read under a lease."""
