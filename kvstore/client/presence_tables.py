@@ -74,7 +74,7 @@ class PresenceTables:
         return table
 
     def may_ask(self, namespace: bytes) -> bool:
-        """Returns whether to ask the daemon for a table now: there is none, nor was one asked for recently."""
+        """Returns whether to ask the daemon for a table: none is mapped, none was asked for recently."""
         now = time.monotonic()
         if self.get(namespace) is not None or now < self._asked_s.get(namespace, -_AGAIN_S) + _AGAIN_S:
             return False

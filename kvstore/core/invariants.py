@@ -112,7 +112,8 @@ def _check_presence(r: Residency) -> None:
         assert used == table.count == len(rows), "a presence table has other blocks, or miscounts them"
         ready = table.row >= b.capacity and not r.topology.out_of_reach
         assert int(table.words[0]) == (PRESENCE_READY if ready else PRESENCE_NOT_READY), "a table's state"
-        assert not (table.namespace.closed or table.namespace.has_ttl), "a table that cannot answer"
+        assert not table.namespace.closed, "a presence table of a namespace that is being deleted"
+        assert not table.namespace.has_ttl, "a presence table of a namespace with a TTL"
 
 
 def _check_tier(leases: LeaseTable, tier: int) -> None:

@@ -513,7 +513,7 @@ class MappedHbm(_Numbered):
 
 @_message(41)
 class MapPresence(_Numbered):
-    """Asks for the descriptor of a namespace's presence table. Answered by MappedPresence. Since version 12."""
+    """Asks for a namespace's presence table. Answered by MappedPresence. Since version 12."""
 
     namespace: int
 
@@ -522,8 +522,8 @@ class MapPresence(_Numbered):
 class MappedPresence(_Numbered):
     """`table_bytes` is the length of the table. Its descriptor is passed with this frame. Since version 12.
 
-    0: there is none now, and no descriptor. `foreign`: the namespace is another tenant's. `network`: keys that
-    the table does not have may be on the network.
+    0: there is none now, and no descriptor. `foreign`: the namespace is another tenant's. `network`: keys
+    that are not in the table may be on the network.
     """
 
     table_bytes: int

@@ -1,4 +1,4 @@
-"""Presence tables: lookups without a request give the answers that requests give, to those who may have them."""
+"""Presence tables: lookups without a request give the answers of requests, to those who may have them."""
 
 from __future__ import annotations
 
@@ -181,7 +181,9 @@ def test_estimates_of_blocks_that_must_be_loaded_are_asked_for(client: Client, a
     assert not all(client.lookup([(ns, chain, 0, hurry)])[0][0].worth_loading == 100 for chain in chains)
     assert "Lookup" in asked
     asked.clear()
-    assert client.lookup([(ns, chains[-1], 0, hurry)])[0] == [StoredPrefix(100, 100)], "the last one is in DRAM"
+    assert client.lookup([(ns, chains[-1], 0, hurry)])[0] == [StoredPrefix(100, 100)], (
+        "the last one is in DRAM"
+    )
     assert not asked
 
 
@@ -218,7 +220,7 @@ def test_a_table_that_grows_is_replaced(client: Client, asked: list[str]) -> Non
     asked.clear()
     assert ns.lookup(keys) == 3000
     assert not asked
-    assert bytes(first._memory).strip(b"\0") == bytes([PRESENCE_RETIRED]), "it keeps no memory and tells nothing"
+    assert bytes(first._memory).strip(b"\0") == bytes([PRESENCE_RETIRED]), "it tells nothing"
 
 
 def test_deleted_namespaces_have_no_table(client: Client, asked: list[str]) -> None:
@@ -392,7 +394,7 @@ def test_tables_end_with_a_reload_of_tenants() -> None:
         ns.put(KEYS, payloads(KEYS))
         with_table(victim, ns, "victim")
         table = victim._maps.presence.get(ns.layout.fingerprint("victim"))
-        daemon.reload(TENANTS + '\n[tenants.more]\nuids = [61777]\n')
+        daemon.reload(TENANTS + "\n[tenants.more]\nuids = [61777]\n")
         assert table.is_retired
         assert ns.lookup(KEYS) == len(KEYS)
 
@@ -429,7 +431,9 @@ def test_prompts_count_as_those_of_requests(client: Client, daemon: LocalDaemon)
     assert counted["requested"] > counted["found"] > 0
 
 
-def test_an_idle_client_reports_within_a_second(client: Client, daemon: LocalDaemon, asked: list[str]) -> None:
+def test_an_idle_client_reports_within_a_second(
+    client: Client, daemon: LocalDaemon, asked: list[str]
+) -> None:
     ns = client.namespace(new_layout())
     ns.put(KEYS, payloads(KEYS))
     with_table(client, ns)

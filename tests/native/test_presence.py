@@ -143,7 +143,10 @@ def test_what_makes_no_sense_is_refused(memory: Any, keys: Any, error: type) -> 
         presence(memory, keys, False)
 
 
-@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 31), st.booleans()), max_size=60), st.integers(0, U64))
+changes_of_keys = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 31), st.booleans()), max_size=60)
+
+
+@given(changes_of_keys, st.integers(0, U64))
 def test_it_reads_what_was_written_last(changes: list[tuple[int, int, bool]], seed: int) -> None:
     table, keys, wanted = table_of(seed=seed), some_keys(41, 13), dict[bytes, int]()
     for which, flags, there in changes:

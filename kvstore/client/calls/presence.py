@@ -1,7 +1,7 @@
 """Which keys are stored: the question about one namespace, and about several in one round trip.
 
-A presence table answers without a request, as the daemon would. The daemon is asked where there is no table, where
-its connection could have ended, and where the network may have what the node does not.
+A presence table answers without a request, as the daemon would. The daemon is asked where it has no table,
+and where the network may have keys that the node does not have.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def find_tiers(
 ) -> bytes | None:
     """Returns the tier of each key, or ABSENT, as the presence table has it; None: ask the daemon.
 
-    With `leading`, of the keys before the first absent one. Raises ConnectionResetError if the daemon is gone:
-    nobody updates its tables then.
+    With `leading`, of the keys before the first absent one. Raises ConnectionResetError if the connection has
+    ended: the tables of a daemon that is gone are not updated.
     """
     table = exchange.protocol.maps.presence.get(fingerprint)
     if table is None:
@@ -113,9 +113,7 @@ def mask_of(answer: Any, message: m.Contains) -> Mask:
     return mask
 
 
-def contains_each(
-    exchange: Exchange, asked: Sequence[tuple[Scope, Chain]], strict: bool
-) -> Flow[list[Mask]]:
+def contains_each(exchange: Exchange, asked: Sequence[tuple[Scope, Chain]], strict: bool) -> Flow[list[Mask]]:
     """As `contains_all`, for a call that asks nothing else: maps presence tables first."""
     yield from map_tables(exchange, (scope for scope, _ in asked))
     return (yield from contains_all(exchange, asked, strict))
@@ -138,8 +136,8 @@ def _contains_some(
     messages, known = list[list[m.Contains]](), list[bytes | None]()
     for namespace, (_, chain) in zip(opened, asked, strict=True):
         known.append(find_tiers(exchange, namespace[1], chain.keys) if namespace is not None else None)
-        wanted = namespace is not None and known[-1] is None
-        messages.append(list(contains_messages(exchange, namespace[0], chain)) if wanted else [])
+        asks = namespace is not None and known[-1] is None
+        messages.append(list(contains_messages(exchange, namespace[0], chain)) if namespace and asks else [])
     together = [message for some in messages for message in some]
     answers = iter((yield Pipeline(together)) if together else ())
     masks = []
@@ -157,7 +155,7 @@ def _contains_some(
 def _open_all(
     exchange: Exchange, scopes: Sequence[Scope], strict: bool
 ) -> Flow[list[tuple[int, bytes] | None]]:
-    """Returns number and fingerprint of each namespace; None: refused. Opens those that are not open together."""
+    """Returns number and fingerprint of each namespace; None: refused. Opens absent ones together."""
     protocol, numbers = exchange.protocol, dict[tuple[int, str, float], tuple[int, bytes] | None]()
     absent = []
     for scope in {scope.key: scope for scope in scopes}.values():

@@ -224,7 +224,7 @@ def find_prefix(
 
 
 def _is_worth_loading(tiers: bytes, estimate: Estimate) -> bool:
-    """Returns whether blocks in these tiers are surely worth loading: none must be, or nothing is asked about it."""
+    """Returns whether all blocks in these tiers count: none must be loaded, or speed does not matter."""
     return not estimate.recompute_s or tiers.count(DRAM, estimate.have) >= len(tiers) - estimate.have
 
 
@@ -243,7 +243,7 @@ def lookup_all(
 
     A chain has the arguments of `find_prefix`. Beside others, all keys of a chain are sent: theirs are too.
     """
-    yield from map_tables(exchange, (scope for scope, *_ in (*chains, *others)))
+    yield from map_tables(exchange, [chain[0] for chain in chains] + [other[0] for other in others])
     at_once = bool(others)
     flows: list[Flow[Any]] = [
         _unless_refused(find_prefix(exchange, *chain, at_once), StoredPrefix(), strict) for chain in chains

@@ -6,7 +6,7 @@ numpy, and no cell moves. Even a torn read would only be a miss, or make `acquir
 
 A table is filled in steps and then follows every change. One that is too full is retired, like the table of a
 namespace that is deleted, published or gets a TTL. A client then asks for another table. The daemon provides
-the memory: one line of 64 bytes (state, seed of the hash), then the buckets. The reader is `native/presence.c`.
+the memory: one line of 64 bytes (state, seed of the hash), then the buckets. `native/presence.c` reads it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Passes shared memory to peers that may map it: extents and presence tables as descriptors, GPU memory as CUDA
-IPC handles.
-"""
+"""Passes memory to peers that may map it: extents and presence tables, as descriptors or CUDA IPC handles."""
 
 from __future__ import annotations
 

@@ -18,7 +18,6 @@ from kvstore.core.requests.leases import number_on_connection
 from kvstore.daemon.tenancy.namespaces import NamespaceEntry
 from kvstore.wire import messages as m
 
-
 _MOST_REPORTED = (1 << 32) - 1
 
 

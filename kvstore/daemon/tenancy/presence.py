@@ -1,7 +1,7 @@
 """The memory of presence tables, which clients of a namespace map read-only.
 
-A table is made when a client asks for one, in a memfd of its own. A retired table is emptied, so that neither its
-memory nor its contents last, whoever has it mapped. See `kvstore.core.residency.presence`.
+A table is made when a client asks for one, in a memfd of its own. A retired table is emptied: clients that
+still map it keep neither memory nor contents. See `kvstore.core.residency.presence`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvstore.types import PRESENCE_RETIRED
 
 _MOST_OF_A_TENANT = 64
 _NEXT_S = 1.0
-"""A namespace gets a new table only this time (s) after its last one: filling it costs a pass over all rows."""
+"""Least time (s) between two tables of a namespace: filling one takes a pass over all rows."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +41,7 @@ class PresenceMemory:
         core.on(ac.PresenceRetired, self._retired)
 
     def descriptor(self, namespace: NamespaceEntry) -> tuple[int, int] | None:
-        """Returns a read-only descriptor, which the caller closes, and the bytes of the table; None: none now."""
+        """Returns a read-only descriptor of the table, which the caller closes, and its bytes; None: none."""
         number = namespace.number
         if number not in self._tables:
             self._make(namespace)
