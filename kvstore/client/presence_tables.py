@@ -8,8 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-import numpy as np
-
 from kvstore import native
 from kvstore.arena import Mapping
 from kvstore.types import PRESENCE_HIDDEN, PRESENCE_RETIRED, PRESENCE_TIER, Key
@@ -34,12 +32,12 @@ class PresenceTable:
         self.network = network
         self._meaning = _FOREIGN if foreign else _OWN
         self._memory = mapping.view
-        self._state = np.frombuffer(mapping.view, np.uint64, 1)
+        self._state = mapping.view[:8].cast("Q")
 
     @property
     def is_retired(self) -> bool:
         """Whether the table is not updated any more."""
-        return int(self._state[0]) == PRESENCE_RETIRED
+        return self._state[0] == PRESENCE_RETIRED
 
     def find(self, keys: Sequence[Key], leading: bool) -> bytes | None:
         """Returns the tier of each key, or ABSENT; with `leading`, of the keys before the first absent one.

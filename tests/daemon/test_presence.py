@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -259,6 +260,23 @@ def test_tables_rest_while_requests_are_recorded(daemon: LocalDaemon, asked: lis
             asked.clear()
             assert ns.lookup(KEYS) == len(KEYS)
             assert asked.count("Lookup") == 1
+
+
+def test_what_may_be_on_the_network_is_asked_for(tmp_path: Path, asked: list[str]) -> None:
+    settings, layout = {**SMALL, "network": {"url": f"file://{tmp_path}"}}, new_layout()
+    with LocalDaemon(settings) as one, Client(one.url, deadline_s=10, strict=True) as client:
+        ns = client.namespace(layout)
+        ns.put(KEYS, payloads(KEYS))
+        assert ns.handoff(KEYS) == len(KEYS)
+    with LocalDaemon(settings) as two, Client(two.url, deadline_s=10, strict=True) as client:
+        ns = client.namespace(layout)
+        ns.put(KEYS[:10], payloads(KEYS[:10]))
+        with_table(client, ns)
+        asked.clear()
+        assert (ns.lookup(KEYS[:10]), ns.contains(KEYS[:10]).all()) == (10, True)
+        assert not asked, "all keys are on the node"
+        assert (ns.lookup(KEYS), ns.contains(KEYS).all()) == (len(KEYS), True)
+        assert asked == ["Lookup", "Contains"]
 
 
 def test_a_client_without_the_extension_asks(daemon: LocalDaemon) -> None:

@@ -44,7 +44,7 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF, _ROTATED = np.uint64(32), np.uint64(29)
 _SCANNED_AT_ONCE = 1 << 14
-_ADDED_AT_ONCE = 1 << 10
+_ADDED_AT_ONCE = 1 << 9
 _NEXT_STEP_S = 0.001
 
 
