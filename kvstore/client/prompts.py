@@ -153,7 +153,7 @@ class Prompts:
 
     def _of_keys(self, namespace: object, caller: object, keys: Sequence[Key]) -> list[PromptRequests]:
         """Returns the open prompts of a caller in a namespace that have exactly these keys, the latest first."""
-        # Keys first: few prompts have the same, and comparing callers takes as long as the rest of a lookup.
+        # Keys first: few prompts have the same, and comparing callers is slow.
         some = [p for p in reversed(self._open) if _same(p.keys, keys)]
         return [p for p in some if p.caller == caller and p.namespace == namespace]
 

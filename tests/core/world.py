@@ -303,7 +303,7 @@ class World:
                 actions = self.p.handle(ev.SharePresence(number, words, self._events), self.now)
                 assert not actions
         if self._events % 3:
-            self.p.residency.presence.step(math.inf)
+            self.p.residency.presence.step(self.now + 1)
 
     def _check_told(self) -> None:
         """Who has only been told what moved knows what is where."""
