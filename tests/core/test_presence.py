@@ -1,4 +1,4 @@
-"""Presence tables in the core. `World` compares each with the readable rows, and its answers with requests'."""
+"""Presence tables in the core. `World` compares them with the readable rows and with answers to requests."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def world(**how: object) -> World:
 def test_a_table_is_filled_in_steps_while_blocks_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(presence, "_SCANNED_AT_ONCE", 3)
     monkeypatch.setattr(presence, "_ADDED_AT_ONCE", 2)
-    w = world()
+    w = world(slots=16)
     w.put(1, 1, KEYS[:6])
     w.send(ev.RetirePresence(1))
     w.put(1, 1, KEYS[6:8], KEYS[5])
