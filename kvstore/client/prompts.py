@@ -152,7 +152,7 @@ class Prompts:
         return [p for p in reversed(self._open) if p.caller == caller and p.namespace == namespace]
 
     def _of_keys(self, namespace: object, caller: object, keys: Sequence[Key]) -> list[PromptRequests]:
-        """Returns the open prompts of a caller in a namespace that have exactly these keys, the latest first."""
+        """Returns a caller's open prompts of these keys in a namespace, the latest first."""
         # Keys first: few prompts have the same, and comparing callers is slow.
         some = [p for p in reversed(self._open) if _same(p.keys, keys)]
         return [p for p in some if p.caller == caller and p.namespace == namespace]
