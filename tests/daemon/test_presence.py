@@ -94,6 +94,7 @@ def with_table(client: Any, ns: Any, owner: str = "default") -> Any:
 
 def by_request(client: Client) -> Client:
     """The client, which uses no tables from now on."""
+    client.ping()  # what is mapped belongs to one run of the daemon
     client._maps.presence.may_ask = lambda namespace: False  # type: ignore[method-assign]
     return client
 
