@@ -68,6 +68,25 @@ def test_a_table_answers_nothing_while_a_device_is_out_of_reach() -> None:
     assert state_of(w) == PRESENCE_READY
 
 
+def test_other_tenants_do_not_see_blocks_that_they_may_not_map_yet() -> None:
+    w = world(slots=8)
+    w.put(1, 1, KEYS[:4])
+    w.publish(1, 70000)
+    w.put(1, 1, KEYS[4:6], KEYS[3])
+    filled(w)
+    before = w.found_in_tables
+    assert (w.lookup(1, KEYS[:6]), w.lookup(1, KEYS[:6], tenant=1)) == (6, 0)
+    assert w.contains(1, KEYS[:6], tenant=1)[:4] == [False] * 4
+    assert w.found_in_tables > before
+    w.finish_all()
+    w.move_extents()
+    while w.copies:
+        w.finish_all()
+        w.send(ev.Tick())
+    filled(w)
+    assert w.lookup(1, KEYS[:6], tenant=1) == 6
+
+
 def test_a_full_table_is_replaced_by_a_larger_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(presence, "_LEAST_BUCKETS", 1)
     w = world(slots=8)
