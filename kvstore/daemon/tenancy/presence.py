@@ -77,8 +77,11 @@ class PresenceMemory:
 
     def _retired(self, action: ac.PresenceRetired) -> None:
         table = self._tables.pop(action.namespace, None)
-        if table is not None:
+        if table is None:
+            return
+        try:
             table.memory.punch()
+        finally:
             np.frombuffer(table.memory.view, np.uint64)[0] = PRESENCE_RETIRED
             table.memory.close()
 
