@@ -209,6 +209,13 @@ LABEL_BYTES = 4096
 """The label of an extent, before that table."""
 
 
+PRESENCE_NOT_READY, PRESENCE_READY, PRESENCE_RETIRED = range(3)
+"""States of a presence table, in its first word: cannot answer now; answers; is not updated any more."""
+
+PRESENCE_TIER, PRESENCE_HIDDEN = 0x0F, 0x10
+"""Bits of a cell of a presence table: the number of the tier; other tenants may not map the block yet."""
+
+
 @dataclass(frozen=True, slots=True)
 class Geometry:
     """How an extent is cut: label and table of headers (memory tiers only), then equal slots, each `ALIGN`ed.

@@ -79,7 +79,7 @@ _GAUGES: Table = {
         "reservations": ("reservations", "Reservations held by clients."),
         "copies_under_way": ("copies_under_way", "Running copies between tiers."),
         "queued_requests": ("queued_requests", "Requests in the queues of tenants."),
-        "core_memory_bytes": ("core_ram_bytes", "Memory of the block index."),
+        "core_memory_bytes": ("core_ram_bytes", "Memory of the block index and of presence tables."),
         "problems": ("n_problems", "Current problems of the daemon."),
     },
     "tier": {

@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 from kvstore.client.base import BaseClient
 from kvstore.client.calls.call import Awaiting, Exchange, Flow, Pipeline, Step, Work
 from kvstore.client.calls.namespace import NamespaceCalls
-from kvstore.client.connection import RECEIVE_BYTES, BaseConnection, in_order
+from kvstore.client.connection import RECEIVE_BYTES, REPORT_S, BaseConnection, in_order
 from kvstore.client.extents import Maps
 from kvstore.client.protocol import POST_WAIT_S
 from kvstore.types import Layout
@@ -66,7 +66,7 @@ class AsyncConnection(BaseConnection):
                 # Nothing waits for the rest of the frame: the daemon answers only after all of it.
                 self._outbox.add(self.protocol.send(message))
                 self._flush()
-                if not isinstance(message, m.Map):
+                if not isinstance(message, m.Map | m.MapPresence):
                     return await self._receive()
                 await self._readable()
                 while (answer := self._read_with_descriptor()) is None:
@@ -101,6 +101,9 @@ class AsyncConnection(BaseConnection):
         if self._watched and os.getpid() == self.pid:
             self._unwatch()
         super().close()
+
+    def _report_later(self) -> None:
+        self._loop.call_later(REPORT_S, self.send_reports)
 
     def _start_watching(self) -> None:
         self._loop.call_soon_threadsafe(self._add_writer)

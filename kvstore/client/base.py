@@ -192,6 +192,7 @@ class BaseClient(ClientCalls):
             # Leases end with their connection.
             full = len(self._idle) >= IDLE_CONNECTIONS and not connection.protocol.leases
             if self._closed or connection.closed or full:
+                connection.send_reports()
                 connection.close()
             else:
                 self._idle.append(connection)
@@ -201,4 +202,5 @@ class BaseClient(ClientCalls):
             self._closed = True
             connections, self._idle = self._idle, []
         for connection in connections:
+            connection.send_reports()
             connection.close()

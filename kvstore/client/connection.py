@@ -25,6 +25,8 @@ RECEIVE_BYTES = 256 << 10
 _BACK_OFF_S = 0.05
 _BACK_OFF_MAX_S = 2.0
 _LATE = 3
+REPORT_S = 1.0
+"""Longest time (s) that reports of lookups wait for another message."""
 
 
 def in_order(messages: Sequence[Any], answers: Iterable[Any]) -> list[Any]:
@@ -82,6 +84,7 @@ class BaseConnection:
         self._outbox = self.protocol.outbox
         self._descriptor = -1
         self._watched = False
+        self._reports_due = False
         self._sending = threading.Lock()
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | flags)
 
@@ -119,9 +122,34 @@ class BaseConnection:
 
         Does nothing in a forked process, or if the connection has ended.
         """
-        if self.closed or os.getpid() != self.pid:
+        if not self.closed and os.getpid() == self.pid:
+            self._post(self.protocol.post(message))
+
+    def report(self, namespace: int, asks: int, tiers: bytes) -> None:
+        """Reports a lookup that needed no request: with the next message, at latest after `REPORT_S`.
+
+        `asks`: blocks of its prompt, 0 if they are counted already. `tiers`: those of newly found blocks.
+        """
+        if not asks and not tiers:
             return
-        if self._outbox.post(self.protocol.post(message), time.monotonic()):
+        self.protocol.add_report(namespace, asks, tiers)
+        if not self._reports_due:
+            self._reports_due = True
+            with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
+                self._report_later()
+
+    def send_reports(self) -> None:
+        """Sends the waiting reports."""
+        self._reports_due = False
+        if not self.closed and os.getpid() == self.pid and (frames := self.protocol.reports()):
+            self._post(frames)
+
+    def _report_later(self) -> None:
+        """Calls `send_reports` after `REPORT_S`."""
+        raise NotImplementedError
+
+    def _post(self, frame: bytes) -> None:
+        if self._outbox.post(frame, time.monotonic()):
             self._flush()
         else:
             self._give_up()

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.arena import Mapping
+from kvstore.client.presence_tables import PresenceTables
 from kvstore.cuda.device import DeviceBuffer, Gpu
 from kvstore.cuda.errors import CudaError
 from kvstore.errors import KVStoreError
@@ -91,10 +92,11 @@ def quietly(call: Callable[[Any], None], memory: Any) -> None:
 
 
 class Maps:
-    """Mapped extents of the latest run of the daemon, by (extent, writable)."""
+    """Mapped extents of the latest run of the daemon, by (extent, writable), and its presence tables."""
 
     def __init__(self) -> None:
         self.instance = b""
+        self.presence = PresenceTables()
         self._mapped: dict[tuple[int, bool], MappedExtent | DeviceExtent] = {}
         self._without_pool: set[str] = set()
 
@@ -102,6 +104,7 @@ class Maps:
         """Returns the maps of a run of the daemon. All connections to the run share them."""
         if instance != self.instance:
             self.instance, self._mapped, self._without_pool = instance, {}, set()
+            self.presence = PresenceTables()
         return copy.copy(self)
 
     def get(self, extent: int, writable: bool) -> MappedExtent | DeviceExtent | None:

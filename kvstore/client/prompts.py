@@ -112,9 +112,7 @@ class Prompts:
         """Returns the prompt of a lookup."""
         if prompt is not None:
             return PromptRequests.declared(keys, prompt)
-        requests = next(
-            (p for p in self._own(namespace, _caller()) if p.is_polled and _same(p.keys, keys)), None
-        )
+        requests = next((p for p in self._of_keys(namespace, _caller(), keys) if p.is_polled), None)
         if requests is None:
             requests = self._new(namespace, keys)
         requests.polled_s, requests.looked_up = time.monotonic(), True
@@ -153,6 +151,12 @@ class Prompts:
         """Returns the open prompts of a caller in a namespace, the latest first."""
         return [p for p in reversed(self._open) if p.caller == caller and p.namespace == namespace]
 
+    def _of_keys(self, namespace: object, caller: object, keys: Sequence[Key]) -> list[PromptRequests]:
+        """Returns a caller's open prompts of these keys in a namespace, the latest first."""
+        # Keys first: few prompts have the same, and comparing callers is slow.
+        some = [p for p in reversed(self._open) if _same(p.keys, keys)]
+        return [p for p in some if p.caller == caller and p.namespace == namespace]
+
     def _candidates(self, namespace: object) -> list[tuple[PromptRequests, bool]]:
         """Returns the possible prompts of a request, the likeliest first; whether to search their keys."""
         caller = _caller()
@@ -162,7 +166,7 @@ class Prompts:
 
     def _new(self, namespace: object, keys: Sequence[Key]) -> PromptRequests:
         requests = PromptRequests(keys, len(keys), namespace)
-        for same in [p for p in self._own(namespace, requests.caller) if _same(p.keys, keys)]:
+        for same in self._of_keys(namespace, requests.caller, keys):
             self._close(same)
         self._open.append(requests)
         while len(self._open) > _OPEN or (

@@ -6,6 +6,7 @@ Not covered: sockets, threads and time (`connection`, `sync`, `aio`), mapped ext
 from __future__ import annotations
 
 import logging
+import struct
 import threading
 from collections import deque
 from typing import Any
@@ -108,6 +109,9 @@ class ProtocolState:
         self._received: deque[Any] = deque()
         self._token = token
         self._last_id = 0
+        # Reentrant, as that of the outbox.
+        self._reports_lock = threading.RLock()
+        self._reports: dict[int, list[int]] = {}
 
     def namespace(self, name: _Name) -> _Opened | None:
         """Returns the open namespace of this name, None if it must be opened first."""
@@ -142,14 +146,33 @@ class ProtocolState:
         self.maps = self.maps.of(message.instance)
 
     def send(self, message: Any) -> bytes:
-        """Returns the bytes of a request. Sets its id."""
+        """Returns the bytes of a request, after those of waiting reports. Sets its id."""
         self._last_id += 1
         message.id = self._last_id
-        return pack(message, self.frame_bytes, self.version)
+        return self.reports() + pack(message, self.frame_bytes, self.version)
 
     def post(self, message: Any) -> bytes:
-        """Returns the bytes of a message without an answer."""
-        return pack(message, self.frame_bytes, self.version)
+        """Returns the bytes of a message without an answer, after those of waiting reports."""
+        return self.reports() + pack(message, self.frame_bytes, self.version)
+
+    def add_report(self, namespace: int, asks: int, tiers: bytes) -> None:
+        """Adds a lookup that needed no request: of `asks` new blocks, and of blocks found in these tiers."""
+        with self._reports_lock:
+            counts = self._reports.setdefault(namespace, [0] * (m.MAX_TIERS + 1))
+            counts[-1] += asks
+            for tier in set(tiers):
+                counts[tier] += tiers.count(tier)
+
+    def reports(self) -> bytes:
+        """Returns the bytes of the waiting reports, which wait no longer."""
+        if not self._reports:
+            return b""
+        with self._reports_lock:
+            reports, self._reports = self._reports, {}
+        return b"".join(
+            pack(m.LookedUp(namespace, asks, struct.pack(f"<{m.MAX_TIERS}I", *found)), version=self.version)
+            for namespace, (*found, asks) in reports.items()
+        )
 
     def receive(self, data: bytes) -> Any:
         """Returns the first message that is complete with `data` and not returned yet, or None.

@@ -18,7 +18,7 @@ from typing import Any, Self
 from kvstore.client.base import BaseClient
 from kvstore.client.calls.call import Blocking, Exchange, Flow, Pipeline, Step, Work
 from kvstore.client.calls.namespace import NamespaceCalls
-from kvstore.client.connection import RECEIVE_BYTES, BaseConnection, in_order
+from kvstore.client.connection import RECEIVE_BYTES, REPORT_S, BaseConnection, in_order
 from kvstore.client.extents import Maps
 from kvstore.types import Layout
 from kvstore.wire import messages as m
@@ -48,7 +48,7 @@ class Connection(BaseConnection):
         self._check_usable()
         try:
             self._send(self.protocol.send(message), ends_s)
-            if not isinstance(message, m.Map):
+            if not isinstance(message, m.Map | m.MapPresence):
                 return self._receive(ends_s)
             while (answer := self._read_with_descriptor()) is None:
                 self._set_timeout(ends_s)
@@ -78,6 +78,11 @@ class Connection(BaseConnection):
                 if sent < len(head):
                     self._set_timeout(ends_s)
         self._flush()
+
+    def _report_later(self) -> None:
+        timer = threading.Timer(REPORT_S, self.send_reports)
+        timer.daemon = True
+        timer.start()
 
     def _start_watching(self) -> None:
         descriptor = self._sock.fileno()

@@ -320,6 +320,13 @@ class DeviceRemoved(TierAction):
 
 
 @dataclass(slots=True)
+class PresenceRetired(Action):
+    """Reports that the presence table of a namespace has ended: its memory is not used any more."""
+
+    namespace: int
+
+
+@dataclass(slots=True)
 class NamespaceClosed(Action):
     """Reports that a namespace without blocks was closed because of a limit. Its number is free."""
 

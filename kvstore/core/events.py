@@ -149,6 +149,25 @@ class LoseDevice(TierEvent):
 
 
 @dataclass(slots=True)
+class SharePresence(Event):
+    """Makes the presence table of a namespace in `words`, zeros. Ends with PresenceRetired.
+
+    `seed` is a secret 64-bit number. See `residency.presence`.
+    """
+
+    namespace: int
+    words: npt.NDArray[np.uint64]
+    seed: int
+
+
+@dataclass(slots=True)
+class RetirePresence(Event):
+    """Ends the presence table of a namespace, if it has one."""
+
+    namespace: int
+
+
+@dataclass(slots=True)
 class Publish(Event):
     """Moves a namespace to extents of another domain. Answered when its blocks in DRAM have moved."""
 

@@ -10,12 +10,14 @@ from kvstore.core.blocks.block_table import FREE, HOLE, LIVE, RESERVED
 from kvstore.core.capacity.slot_classes import Slots
 from kvstore.core.requests.leases import LeaseTable
 from kvstore.core.residency.residency import DEMOTE, Residency
+from kvstore.types import PRESENCE_NOT_READY, PRESENCE_READY
 
 
 def check(leases: LeaseTable) -> None:
     """Raises AssertionError with the name of a broken invariant."""
     r = leases.residency
     _check_rows(r)
+    _check_presence(r)
     for tier in range(len(r.tiers)):
         _check_tier(leases, tier)
         _check_tenants(leases, tier)
@@ -89,6 +91,29 @@ def _check_rows(r: Residency) -> None:
         n = int((b.namespace[holes] == namespace).sum())
         assert r.chains.holes[namespace] == n, "holes miscounted"
     assert set(r.pins.ends) == set(np.flatnonzero(b.pinned).tolist()), "pins miscounted"
+
+
+def _check_presence(r: Residency) -> None:
+    """Each presence table has exactly the readable rows, with the tiers that would serve them."""
+    b = r.blocks
+    for number, table in r.presence.tables.items():
+        assert r.namespaces.get(number) is table.namespace, "a presence table of another namespace"
+        mine = (b.namespace == number) & (b.state == LIVE)
+        rows = np.flatnonzero(mine[: min(table.row, b.capacity)])
+        flags, there = r.presence.flags_of(table.namespace, rows)
+        assert there.all(), "a live block without a copy"
+        for size in np.unique(b.key_bytes[rows]).tolist():
+            some = b.key_bytes[rows] == size
+            mark, first, second = table.hash(b.words[rows[some]], size)
+            near = np.hstack((table.cells[first], table.cells[second]))
+            cell = (mark | flags[some])[:, None]
+            assert (near == cell).any(axis=1).all(), "a readable block is not in the presence table as it is"
+        used = np.count_nonzero(table.cells)
+        assert used == table.count == len(rows), "a presence table has other blocks, or miscounts them"
+        ready = table.row >= b.capacity and not r.topology.out_of_reach
+        assert int(table.words[0]) == (PRESENCE_READY if ready else PRESENCE_NOT_READY), "a table's state"
+        assert not table.namespace.closed, "a presence table of a namespace that is being deleted"
+        assert not table.namespace.has_ttl, "a presence table of a namespace with a TTL"
 
 
 def _check_tier(leases: LeaseTable, tier: int) -> None:

@@ -99,6 +99,7 @@ class Placement:
             self.hotplug,
             r.chains,
             r.pins,
+            r.presence,
         )
         self._handlers: dict[type, Handler] = {
             ev.OpenNamespace: NamespaceTable(self.leases, pins, self._publication).open,
@@ -112,6 +113,8 @@ class Placement:
             ev.AddDevice: self.hotplug.add,
             ev.RemoveDevice: self.hotplug.remove,
             ev.LoseDevice: results.lose_device,
+            ev.SharePresence: lambda event, now: r.presence.share(event.namespace, event.words, event.seed),
+            ev.RetirePresence: lambda event, now: r.presence.retire(event.namespace),
             ev.Publish: self._publication.publish,
             ev.Forget: self._deletion.forget,
             ev.ForgetTenant: self._deletion.forget_tenant,
@@ -157,6 +160,7 @@ class Placement:
             self._publication.answer_settled()
             self._retries.retry_stalled(now, tenant)
         self.copies.start()
+        self.residency.presence.look_at_devices()
         return self.residency.outbox.take()
 
     def next_wakeup(self) -> float | None:

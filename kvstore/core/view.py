@@ -289,6 +289,10 @@ class View:
         """Returns whether all keys are known to be in this memory tier. False may also mean unknown."""
         return self._residency.resident_run(namespace, keys, tier) is not None
 
+    def presence_bytes(self, namespace: int) -> int:
+        """Returns the bytes of a new presence table of a namespace; 0 if it can have none."""
+        return self._residency.presence.bytes_for(namespace)
+
     def parents(self, namespace: int, keys: Keys) -> list[bytes]:
         """Returns the parent key of each key, empty for roots and for unknown keys."""
         blocks = self._residency.blocks

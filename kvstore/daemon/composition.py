@@ -46,6 +46,7 @@ from kvstore.daemon.tenancy.catalog import NamespaceCatalog
 from kvstore.daemon.tenancy.data_keys import DataKeys
 from kvstore.daemon.tenancy.deletion import Deletion, delete_here_only
 from kvstore.daemon.tenancy.namespaces import Domains, Namespaces
+from kvstore.daemon.tenancy.presence import PresenceMemory
 from kvstore.daemon.tenancy.quotas import TenantQuotas
 from kvstore.daemon.tenancy.recovery import Recovery
 from kvstore.tiers.base import Owner, StorageTier
@@ -147,6 +148,7 @@ class Daemon:
             core, durable, tiers, names, domains, authenticator, keys, log, in_use, shared
         )
         core.on(ac.NamespaceClosed, catalog.closed)
+        self.presence = PresenceMemory(core, random_bits)
         self.recovery = Recovery(core, tiers, durable, catalog, names, domains, quotas, clock)
         forget = self.policy_state.discard
         self.deletion = Deletion(
@@ -157,7 +159,7 @@ class Daemon:
         self.waits = Waits(core, names, self.network)
         core.on(ac.BlocksArrived, self.waits.blocks_arrived)
         core.look_at_devices = self._look_at_devices
-        catalog.on_closed = self.waits.end
+        catalog.on_closed = self._closed
         self.kv_events = Tracker(core, names, authenticator, problems, config.events)
         core.on(ac.CopyReport, self.kv_events.copies_changed)
         catalog.on_freed = self.kv_events.namespaces_freed
@@ -178,6 +180,10 @@ class Daemon:
         if self.event_log.look_at_devices():
             self.waits.recheck()
 
+    def _closed(self, number: int, but: int) -> None:
+        self.waits.end(number, but)
+        self.presence.retire(number)
+
     def make_server(self, settings: LiveConfig) -> Server:
         """Returns the server of the started daemon, and lets `settings` change the daemon."""
         core, names, tenants = self.core, self.namespaces, self.authenticator
@@ -195,6 +201,7 @@ class Daemon:
         server = Server(self)
         self.status.server = server.status
         self.reload.listeners.append(lambda config: server.reconfigure())
+        self.reload.listeners.append(lambda config: self.presence.retire_all())
         settings.applier = self.reload
         return server
 

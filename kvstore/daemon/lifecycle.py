@@ -85,6 +85,7 @@ async def stop(daemon: Daemon, timeout_s: float) -> None:
     daemon.kv_events.close()
     # A late result, perhaps from a device that has hung, must start nothing.
     core.close()
+    daemon.presence.close()
     state = core.view.reuse_state(core.now())
     # On threads, so that one device that hangs does not keep the others from closing.
     closing = [_on_thread(partial(_close, daemon, name, state)) for name in tiers.devices]

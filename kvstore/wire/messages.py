@@ -23,7 +23,7 @@ import msgpack
 from kvstore.errors import LocalProtocolError, RemoteProtocolError
 from kvstore.types import MAX_KEY_BYTES
 
-VERSION = 11
+VERSION = 12
 """The newest version of the wire."""
 OLDEST = 7
 """The oldest supported version. New fields are added at the end of a message, `_since` a version. No field
@@ -35,6 +35,8 @@ NAMESPACES = 1024
 """Namespaces that the daemon remembers for one connection: the last used ones."""
 MAX_PROMPT_BLOCKS = 1 << 20
 """The most blocks of one prompt that are counted."""
+MAX_TIERS = 16
+"""The most tier instances of a daemon."""
 LOW, NORMAL, HIGH = range(3)
 """Priorities of a hint."""
 REQUEST_RECORD = struct.Struct("<dII")
@@ -507,6 +509,43 @@ class MappedHbm(_Numbered):
     extent_bytes: int
     device: str
     handle: bytes
+
+
+@_message(41)
+class MapPresence(_Numbered):
+    """Asks for a namespace's presence table. Answered by MappedPresence. Since version 12."""
+
+    namespace: int
+
+
+@_message(42, DAEMON)
+class MappedPresence(_Numbered):
+    """`table_bytes` is the length of the table. Its descriptor is passed with this frame. Since version 12.
+
+    0: there is none now, and no descriptor. `foreign`: the namespace is another tenant's. `network`: keys
+    that are not in the table may be on the network.
+    """
+
+    table_bytes: int
+    foreign: bool
+    network: bool
+
+
+@_message(43)
+class LookedUp:
+    """Reports lookups that a presence table has answered, for the hit ratio. Since version 12.
+
+    `asks`: blocks of prompts that were requested for the first time. `found`: a u32 for each tier by number,
+    how many stored blocks were found there that were not counted as found before.
+    """
+
+    namespace: int
+    asks: int
+    found: bytes
+
+    def validate(self) -> None:
+        if len(self.found) % 4 or len(self.found) > 4 * MAX_TIERS:
+            raise RemoteProtocolError(f"{len(self.found)} bytes of blocks found", "a u32 for each tier")
 
 
 # -- operators

@@ -14,6 +14,7 @@ from kvstore import AsyncClient, AsyncNamespace, Client, Layout, Namespace, PutR
 from kvstore.client.calls import client as client_calls
 from kvstore.client.calls import namespace, reads, scope, writes
 from kvstore.client.calls.call import Connect, Exchange, Flow, Work
+from kvstore.client.calls.presence import PRESENCE_SINCE
 from kvstore.client.calls.scope import Chain, Scope
 from kvstore.client.extents import Maps
 from kvstore.client.protocol import ProtocolState
@@ -24,6 +25,8 @@ from tests.daemons import BLOCK, names, payloads, room_for
 
 LAYOUT = Layout("answers", BLOCK)
 OPENED = m.Opened(1, 7, b"f" * 16)
+WITHOUT_TABLES = PRESENCE_SINCE - 1
+"""A version of the wire in which every lookup is a request."""
 
 
 class Recorded:
@@ -42,7 +45,7 @@ class Recorded:
 
 def protocol_of(batch_keys: int = 16) -> ProtocolState:
     protocol = ProtocolState("", Maps())
-    protocol.welcome(m.Welcome(m.VERSION, b"x", 1 << 20, batch_keys, batch_keys))
+    protocol.welcome(m.Welcome(WITHOUT_TABLES, b"x", 1 << 20, batch_keys, batch_keys))
     return protocol
 
 

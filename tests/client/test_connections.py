@@ -26,6 +26,7 @@ from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.wire import messages as m
 from kvstore.wire.frames import Frames, pack
 from tests.client.drivers import DEADLINE_S, Driver
+from tests.client.test_calls import WITHOUT_TABLES
 from tests.daemons import SMALL, eventually, names, new_layout, payload, payloads
 
 LEASES = 600
@@ -52,7 +53,7 @@ class Reader:
         self._sock.settimeout(DEADLINE_S)
         [hello] = self.read(1)
         assert isinstance(hello, m.Hello)
-        self.send(m.Welcome(m.VERSION, b"x", 1 << 24, 128, 128))
+        self.send(m.Welcome(WITHOUT_TABLES, b"x", 1 << 24, 128, 128))
 
     def send(self, message: Any, descriptors: Sequence[int] = ()) -> None:
         socket.send_fds(self._greeter_is(self._sock), [pack(message)], descriptors)
@@ -142,7 +143,7 @@ def test_connecting_waits_for_a_full_listen_queue(driver: Driver, tmp_path: Path
             listener.accept()[0].close()
             sock, _ = listener.accept()
             with sock:
-                sock.sendall(pack(m.Welcome(m.VERSION, b"x", 1 << 24, 128, 128)))
+                sock.sendall(pack(m.Welcome(WITHOUT_TABLES, b"x", 1 << 24, 128, 128)))
                 thread.join()
                 driver.in_place(came[0].close)
 

@@ -11,7 +11,7 @@ from kvstore import Client, Estimate, Layout, StoredPrefix
 from kvstore.client.calls.call import Connect, Exchange, Flow, Pipeline
 from kvstore.errors import MisuseError
 from kvstore.wire import messages as m
-from tests.client.test_calls import OPENED, Recorded, protocol_of
+from tests.client.test_calls import OPENED, WITHOUT_TABLES, Recorded, protocol_of
 from tests.daemons import names
 
 Daemon = Callable[[m.Lookup], m.Found]
@@ -20,7 +20,7 @@ Daemon = Callable[[m.Lookup], m.Found]
 class Asked:
     """The lookups of one call, and its answer, where the daemon answers as told."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, batch: int, version: int = m.VERSION) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, batch: int, version: int = WITHOUT_TABLES) -> None:
         self.lookups: list[m.Lookup] = []
         self.daemon: Daemon = lambda q: m.Found(q.id, 0, False)
         self._client = Client("unix:///x")

@@ -12,12 +12,17 @@ no extent is ever cut for another domain than before unless it was made anew in 
 from __future__ import annotations
 
 import math
+import mmap
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import numpy as np
 import xxhash
 
+from kvstore import native
+from kvstore.client.presence_tables import ABSENT, PresenceTable
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.blocks.key_batch import Keys
@@ -115,6 +120,7 @@ class World:
         self.owners: dict[int, int] = {}
         self._next_extent = {0: dram}
         self._request = 0
+        self.found_in_tables = 0
         self._stamp = 0.0
         self._headers = 0
         self._begin()
@@ -279,6 +285,7 @@ class World:
         self.actions = self.p.handle(event, self.now)
         for action in self.actions:
             self._run(action)
+        self._share_presence()
         self.p.check()
         self.check_records()
         self._check_told()
@@ -286,6 +293,17 @@ class World:
             for tier, held in enumerate(before):
                 self._check_floors(tier, held)
         return self.actions
+
+    def _share_presence(self) -> None:
+        """Each namespace that can have a presence table has one, which is being filled or full."""
+        for number in self.opened:
+            nbytes = self.p.view.presence_bytes(number)
+            if nbytes and number not in self.p.residency.presence.tables:
+                words = np.frombuffer(mmap.mmap(-1, nbytes), np.uint64)
+                actions = self.p.handle(ev.SharePresence(number, words, self._events), self.now)
+                assert not actions
+        if self._events % 3:
+            self.p.residency.presence.step(self.now + 1)
 
     def _check_told(self) -> None:
         """Who has only been told what moved knows what is where."""
@@ -664,13 +682,35 @@ class World:
     ) -> int:
         who = self.opened[namespace].tenant if tenant is None and namespace in self.opened else tenant or 0
         answer = self.ask(ev.Lookup(0, namespace, joined(keys), who, deadline, recompute_s, at))
-        assert isinstance(answer, ac.Answer), answer
+        assert isinstance(answer, ac.Found), answer
+        tiers = self._in_table(namespace, keys, who, leading=True)
+        if tiers is not None and len(set(keys)) == len(keys) and not at:
+            # A binary search is right about chains only.
+            stored = answer.stored.blocks if answer.gaps else self.p.view.stored(namespace, joined(keys))
+            assert len(tiers) == stored, "the presence table has another prefix"
+            if answer.gaps:
+                assert Counter(tiers) == +Counter(answer.stored.by_tier), "the table names other tiers"
+            assert any(tiers) or answer.value == stored or not answer.gaps, "blocks in DRAM need no loading"
         return answer.value
+
+    def _in_table(self, namespace: int, keys: list[bytes], tenant: int, leading: bool) -> bytes | None:
+        """What a client of this tenant finds in the presence table; None: it has to ask."""
+        table = self.p.residency.presence.tables.get(namespace)
+        if table is None or native.presence is None:
+            return None
+        mapping = SimpleNamespace(view=memoryview(table.words).cast("B"))
+        foreign = tenant != self.p.residency.namespaces[namespace].tenant
+        tiers = PresenceTable(mapping, foreign, False).find(keys, leading)  # type: ignore[arg-type]
+        self.found_in_tables += tiers is not None and ABSENT not in tiers
+        return tiers
 
     def contains(self, namespace: int, keys: list[bytes], tenant: int | None = None) -> list[bool]:
         who = self.opened[namespace].tenant if tenant is None and namespace in self.opened else tenant or 0
         answer = self.ask(ev.Contains(0, namespace, joined(keys), who))
         assert isinstance(answer, ac.Presence), answer
+        tiers = self._in_table(namespace, keys, who, leading=False)
+        if tiers is not None:
+            assert [tier != ABSENT for tier in tiers] == answer.mask.tolist(), "the table has other keys"
         return [bool(each) for each in answer.mask]
 
     def invalidate(self, namespace: int, keys: list[bytes]) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
+from kvstore.columns import zeros
 from kvstore.native import _native, pieces
 
 SIZES = (0, 1, 16, 240, 241, 1023, 1024, 1088, 2048, 4096, 65_536, 262_143, 262_144, 270_001, 1 << 20)
@@ -107,6 +108,17 @@ def differs(dice: random.Random) -> str:
     return ""
 
 
+def misreads(dice: random.Random) -> str:
+    """What is wrong with lookups in a table of noise, whose keys are of any length; "" if nothing is."""
+    memory = zeros(8 * dice.randint(2, 600), np.uint64)
+    memory[:] = np.frombuffer(dice.randbytes(memory.nbytes), np.uint64)
+    memory[0] = 1
+    length = dice.randint(1, 64)
+    keys = [dice.randbytes(length) for _ in range(dice.randint(0, 100))]
+    found = _native.presence(memory, keys, dice.random() < 0.5)
+    return "" if found is not None and len(found) <= len(keys) else "presence gave no answer"
+
+
 def main() -> int:
     """Runs for some seconds on every instruction set. Returns the exit code."""
     parser = argparse.ArgumentParser()
@@ -123,7 +135,7 @@ def main() -> int:
     while time.monotonic() < ends:
         seed = options.seed + runs
         _native.choose(runs % sets)
-        if problem := differs(random.Random(seed)):
+        if problem := differs(random.Random(seed)) or misreads(random.Random(seed)):
             print(f"seed {seed}, {_native.instruction_set()}: {problem}")
             return 1
         runs += 1

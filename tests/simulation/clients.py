@@ -252,7 +252,11 @@ class Engine:
 
     async def lookup(self) -> None:
         space, ns, keys = self._some()
-        await self._timed(f"lookup {space} {keys[-1].decode()}", ns.lookup(keys))
+        began, at = self.world.oracle.tick(), self.world.loop.now
+        n = await self._timed(f"lookup {space} {keys[-1].decode()}", ns.lookup(keys))
+        self._check_stored(space, keys[:n], began, at)
+        tables = self.client._maps.presence._tables
+        self.world.counts["looked up with a presence table"] += SPACES[space].fingerprint in tables
 
     async def contains(self) -> None:
         """One question for several namespaces: what is said to be stored may be."""
@@ -261,12 +265,17 @@ class Engine:
         asked = self.client.contains([(ns, keys) for _, ns, keys in spaces])
         masks = await self._timed(f"contains {[space for space, _, _ in spaces]}", asked)
         for (space, _, keys), mask in zip(spaces, masks, strict=True):
-            for key in (key for key, there in zip(keys, mask.tolist(), strict=True) if there):
-                self.world.counts["present"] += 1
-                if space not in self.own and not self.world.oracle.may_read(space, began):
-                    self.world.fail("never mixing", f"{self.tenant} was told of {key!r} of {SPACES[space]}")
-                if not self.world.oracle.may_be_stored(space, key, began, at):
-                    self.world.fail("what is said to be stored may be", f"{key!r} of {SPACES[space]}")
+            there = [key for key, there in zip(keys, mask.tolist(), strict=True) if there]
+            self.world.counts["present"] += len(there)
+            self._check_stored(space, there, began, at)
+
+    def _check_stored(self, space: int, keys: list[bytes], began: int, at: float) -> None:
+        """What a lookup that began then has called stored."""
+        for key in keys:
+            if space not in self.own and not self.world.oracle.may_read(space, began):
+                self.world.fail("never mixing", f"{self.tenant} was told of {key!r} of {SPACES[space]}")
+            if not self.world.oracle.may_be_stored(space, key, began, at):
+                self.world.fail("what is said to be stored may be", f"{key!r} of {SPACES[space]}")
 
     async def prefetch(self) -> None:
         space, ns, keys = self._some()
@@ -390,7 +399,7 @@ _WEIGHTS = {
     "get": 10,
     "lease": 5,
     "room": 4,
-    "lookup": 2,
+    "lookup": 10,
     "prefetch": 2,
     "pin": 1,
     "unpin": 1,

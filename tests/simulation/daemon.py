@@ -280,6 +280,8 @@ class Life:
             disk.locked = False
         for extent in self.dram._extents.values():
             extent.close()
+        for table in self.daemon.presence._tables.values():
+            table.memory.close()
         self.dram._owners.close()
         if self.pool is not None:
             self.pool.scramble()

@@ -283,6 +283,13 @@ class Link:
         if self._gone is None and self._transport is not None:
             self._send(self.protocol.post(message))
 
+    def report(self, namespace: int, asks: int, tiers: bytes) -> None:
+        self.protocol.add_report(namespace, asks, tiers)
+
+    def send_reports(self) -> None:
+        if self._gone is None and self._transport is not None and (frames := self.protocol.reports()):
+            self._send(frames)
+
     def send_raw(self, data: bytes) -> None:
         """Bytes that no client sends: what comes after them may never be understood."""
         self._spoiled = True

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from kvstore.client import aio, base
+from kvstore.client import aio, base, presence_tables
 from kvstore.client import connection as client_connection
 from kvstore.client.calls import call, namespace, reads, scope, writes
 from kvstore.client.leases import Reservation
@@ -59,7 +59,7 @@ def in_simulation(world: Any) -> Iterator[None]:
     logger = logging.getLogger("kvstore")
     level, propagate = logger.level, logger.propagate
     with ExitStack() as stack:
-        for module in (aio, base, call, client_connection):
+        for module in (aio, base, call, client_connection, presence_tables):
             stack.enter_context(mock.patch.object(module, "time", now))
         stack.enter_context(mock.patch.object(client_connection, "random", world.dice))
         stack.enter_context(mock.patch.object(aio, "AsyncConnection", world.net.link))

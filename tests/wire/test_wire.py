@@ -83,6 +83,8 @@ def messages(draw: st.DrawFn) -> Any:
         filled["checksums"] = draw(st.binary(min_size=8, max_size=8)) * len(filled["written"])
     if cls is m.Hint:
         filled["priority"] = draw(st.integers(m.LOW, m.HIGH))
+    if cls is m.LookedUp:
+        filled["found"] = draw(st.binary(max_size=16)) * 4
     if cls is m.Publish:
         filled["tenants"] = tuple(draw(st.lists(st.text(max_size=64), max_size=3)))
     return cls(**filled)

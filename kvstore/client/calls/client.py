@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.client.calls.call import Call, Exchange, Flow, R, call
-from kvstore.client.calls.presence import contains_all
+from kvstore.client.calls.presence import contains_each
 from kvstore.client.calls.reads import LookedUp, check_sample, lookup_all
 from kvstore.client.calls.scope import Chain, Scoped, checked, scope_of, value_of
 from kvstore.client.checks import check_deadline, check_estimate, check_names, check_owner, recompute_s
@@ -78,7 +78,7 @@ class ClientCalls:
         def miss() -> list[npt.NDArray[np.bool_]]:
             return [np.zeros(len(chain), np.bool_) for _, chain in asked]
 
-        return Call(lambda exchange: contains_all(exchange, asked, self.strict), deadline_s, miss)
+        return Call(lambda exchange: contains_each(exchange, asked, self.strict), deadline_s, miss)
 
     @call
     def invalidate(self, model: str = "", revision: str = "") -> Call[int]:

@@ -1,16 +1,25 @@
-"""Which keys are stored: the question about one namespace, and about several in one round trip."""
+"""Which keys are stored: the question about one namespace, and about several in one round trip.
+
+A presence table answers without a request, as the daemon would. The daemon is asked where it has no table,
+and where the network may have keys that the node does not have.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstore import native
+from kvstore.arena import Mapping
 from kvstore.client.calls.call import Exchange, Flow, Pipeline
 from kvstore.client.calls.scope import Chain, Scope, check_kind, check_version, checked, open_namespace
-from kvstore.errors import DeniedError, RemoteProtocolError
+from kvstore.client.presence_tables import ABSENT, PresenceTable
+from kvstore.errors import DeniedError, RemoteProtocolError, TierError
+from kvstore.types import Key
 from kvstore.wire import messages as m
 
 CONTAINS_SINCE = 9
@@ -19,17 +28,72 @@ CONTAINS_SINCE = 9
 NAMESPACES_AT_ONCE = m.NAMESPACES // 2
 """The most namespaces of one round trip: fewer than a connection has, so none is closed meanwhile."""
 
+PRESENCE_SINCE = 12
+"""The version of the wire that introduced presence tables."""
+
 Mask = npt.NDArray[np.bool_]
+
+
+def map_tables(exchange: Exchange, scopes: Iterable[Scope]) -> Flow[None]:
+    """Maps the presence tables of open namespaces, as far as the daemon has some.
+
+    A namespace that is not open on this connection is not asked about: most are looked up more than once.
+    """
+    protocol = exchange.protocol
+    if native.presence is None or protocol.version < PRESENCE_SINCE:
+        return
+    for scope in scopes:
+        opened = protocol.namespace(scope.key)
+        if opened is None or not protocol.maps.presence.may_ask(opened[1]):
+            continue
+        answer = yield m.MapPresence(0, opened[0])
+        fd = exchange.connection.take_descriptor()
+        if fd < 0:
+            continue
+        try:
+            mapping = Mapping(fd, answer.table_bytes, writable=False)
+        except TierError:
+            continue
+        finally:
+            os.close(fd)
+        protocol.maps.presence.add(opened[1], PresenceTable(mapping, answer.foreign, answer.network))
+
+
+def find_tiers(
+    exchange: Exchange, fingerprint: bytes, keys: Sequence[Key], leading: bool = False
+) -> bytes | None:
+    """Returns the tier of each key, or ABSENT, as the presence table has it; None: ask the daemon.
+
+    With `leading`, of the keys before the first absent one. Raises ConnectionResetError if the connection has
+    ended: the tables of a daemon that is gone are not updated.
+    """
+    table = exchange.protocol.maps.presence.get(fingerprint)
+    if table is None:
+        return None
+    if exchange.connection.ended():
+        raise ConnectionResetError("the daemon closed the connection")
+    tiers = table.find(keys, leading)
+    if tiers is not None and table.network and (len(tiers) < len(keys) or ABSENT in tiers):
+        return None
+    return tiers
 
 
 def contains(exchange: Exchange, scope: Scope, chain: Chain) -> Flow[Mask]:
     """Returns which keys are stored. Raises DeniedError if the daemon is too old to be asked."""
     check_version(exchange, CONTAINS_SINCE, "`contains`")
-    namespace, _ = yield from open_namespace(exchange, scope)
+    yield from map_tables(exchange, (scope,))
+    namespace, fingerprint = yield from open_namespace(exchange, scope)
+    if (tiers := find_tiers(exchange, fingerprint, chain.keys)) is not None:
+        return _mask(tiers)
     masks = []
     for message in contains_messages(exchange, namespace, chain):
         masks.append(mask_of((yield message), message))
     return np.concatenate(masks) if masks else np.empty(0, np.bool_)
+
+
+def _mask(tiers: bytes) -> Mask:
+    mask: Mask = np.frombuffer(tiers, np.uint8) != ABSENT
+    return mask
 
 
 def contains_messages(exchange: Exchange, namespace: int, chain: Chain) -> Iterator[m.Contains]:
@@ -49,6 +113,12 @@ def mask_of(answer: Any, message: m.Contains) -> Mask:
     return mask
 
 
+def contains_each(exchange: Exchange, asked: Sequence[tuple[Scope, Chain]], strict: bool) -> Flow[list[Mask]]:
+    """As `contains_all`, for a call that asks nothing else: maps presence tables first."""
+    yield from map_tables(exchange, (scope for scope, _ in asked))
+    return (yield from contains_all(exchange, asked, strict))
+
+
 def contains_all(exchange: Exchange, asked: Sequence[tuple[Scope, Chain]], strict: bool) -> Flow[list[Mask]]:
     """Returns which keys of each namespace are stored. Refused namespaces have none; `strict`: raise."""
     check_version(exchange, CONTAINS_SINCE, "`contains`")
@@ -61,17 +131,18 @@ def contains_all(exchange: Exchange, asked: Sequence[tuple[Scope, Chain]], stric
 def _contains_some(
     exchange: Exchange, asked: Sequence[tuple[Scope, Chain]], strict: bool
 ) -> Flow[list[Mask]]:
-    """Sends the questions of all namespaces before the first answer."""
-    numbers = yield from _open_all(exchange, [scope for scope, _ in asked], strict)
-    messages = [
-        [] if number is None else list(contains_messages(exchange, number, chain))
-        for number, (_, chain) in zip(numbers, asked, strict=True)
-    ]
+    """Sends the questions of all namespaces before the first answer. Presence tables answer their part."""
+    opened = yield from _open_all(exchange, [scope for scope, _ in asked], strict)
+    messages, known = list[list[m.Contains]](), list[bytes | None]()
+    for namespace, (_, chain) in zip(opened, asked, strict=True):
+        known.append(find_tiers(exchange, namespace[1], chain.keys) if namespace is not None else None)
+        asks = namespace is not None and known[-1] is None
+        messages.append(list(contains_messages(exchange, namespace[0], chain)) if namespace and asks else [])
     together = [message for some in messages for message in some]
     answers = iter((yield Pipeline(together)) if together else ())
     masks = []
-    for some, (_, chain) in zip(messages, asked, strict=True):
-        mask, at = np.zeros(len(chain), np.bool_), 0
+    for some, tiers, (_, chain) in zip(messages, known, asked, strict=True):
+        mask, at = np.zeros(len(chain), np.bool_) if tiers is None else _mask(tiers), 0
         for message in some:
             n, answer = len(message.keys) // message.key_bytes, _accepted(next(answers), strict)
             if answer is not None:
@@ -81,13 +152,15 @@ def _contains_some(
     return masks
 
 
-def _open_all(exchange: Exchange, scopes: Sequence[Scope], strict: bool) -> Flow[list[int | None]]:
-    """Returns the number of each namespace on this connection; None: refused. Opens the others together."""
-    protocol, numbers = exchange.protocol, dict[tuple[int, str, float], int | None]()
+def _open_all(
+    exchange: Exchange, scopes: Sequence[Scope], strict: bool
+) -> Flow[list[tuple[int, bytes] | None]]:
+    """Returns number and fingerprint of each namespace; None: refused. Opens absent ones together."""
+    protocol, numbers = exchange.protocol, dict[tuple[int, str, float], tuple[int, bytes] | None]()
     absent = []
     for scope in {scope.key: scope for scope in scopes}.values():
         known = protocol.namespace(scope.key)
-        numbers[scope.key] = None if known is None else known[0]
+        numbers[scope.key] = None if known is None else known[:2]
         if known is not None:
             continue
         if _is_known(exchange, scope, strict):
@@ -96,7 +169,7 @@ def _open_all(exchange: Exchange, scopes: Sequence[Scope], strict: bool) -> Flow
     for scope, answer in zip(absent, answers, strict=True):
         opened = _accepted(answer, strict)
         if opened is not None:
-            numbers[scope.key] = opened.namespace
+            numbers[scope.key] = opened.namespace, opened.fingerprint
             protocol.opened(scope.key, (opened.namespace, opened.fingerprint, scope.layout))
     return [numbers[scope.key] for scope in scopes]
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.client.calls.call import Call, Exchange, Flow, R, Work, call, side_by_side
-from kvstore.client.calls.presence import Mask, contains, contains_all
+from kvstore.client.calls.presence import Mask, contains, contains_all, find_tiers, map_tables
 from kvstore.client.calls.scope import (
     Chain,
     Scope,
@@ -32,6 +32,8 @@ from kvstore.errors import DeniedError, TierError
 from kvstore.types import SLOT_RECORD, Key, Layout, check_keys
 from kvstore.wire import messages as m
 
+DRAM = 0
+"""The number of the tier whose blocks need no loading."""
 SAMPLE_FROM = 512
 """A lookup of at least this number of keys sends a sample of them first."""
 ESTIMATES_SINCE = 11
@@ -155,6 +157,7 @@ def lookup(
     exchange: Exchange, scope: Scope, keys: Sequence[Key], recompute_s: float = 0.0, prompt: int | None = None
 ) -> Flow[int]:
     """Returns the length of the stored prefix; with `recompute_s`, of the part that is worth loading."""
+    yield from map_tables(exchange, (scope,))
     found = yield from find_prefix(exchange, scope, keys, prompt, Estimate(recompute_s))
     return found.worth_loading
 
@@ -174,8 +177,13 @@ def find_prefix(
     if parents are missing, if the blocks are independent, for an exact estimate, or if one request has room
     for them and the caller wants the answer `at_once`.
     """
-    namespace, _ = yield from open_namespace(exchange, scope)
+    namespace, fingerprint = yield from open_namespace(exchange, scope)
     requests = scope.prompts.of_lookup(scope.name, keys, prompt)
+    tiers = find_tiers(exchange, fingerprint, keys, leading=True) if keys else None
+    if tiers is not None and _is_worth_loading(tiers, estimate) and _are_distinct(scope, keys, len(tiers)):
+        exchange.connection.report(namespace, requests.new_blocks, tiers[requests.known() :])
+        requests.note_answer(0, len(tiers))
+        return StoredPrefix(len(tiers), len(tiers))
     if estimate.load_s and exchange.protocol.version < ESTIMATES_SINCE:
         estimate = UNKNOWN
 
@@ -215,6 +223,16 @@ def find_prefix(
     return found
 
 
+def _is_worth_loading(tiers: bytes, estimate: Estimate) -> bool:
+    """Returns whether all blocks in these tiers count: none must be loaded, or speed does not matter."""
+    return not estimate.recompute_s or tiers.count(DRAM, estimate.have) >= len(tiers) - estimate.have
+
+
+def _are_distinct(scope: Scope, keys: Sequence[Key], n: int) -> bool:
+    """Returns whether none of the first n keys occurs twice, where a prefix would end at the second one."""
+    return not scope.layout.independent or len(set(keys[:n])) == n
+
+
 def lookup_all(
     exchange: Exchange,
     chains: Sequence[tuple[Scope, Sequence[Key], int | None, Estimate]],
@@ -225,6 +243,7 @@ def lookup_all(
 
     A chain has the arguments of `find_prefix`. Beside others, all keys of a chain are sent: theirs are too.
     """
+    yield from map_tables(exchange, [chain[0] for chain in chains] + [other[0] for other in others])
     at_once = bool(others)
     flows: list[Flow[Any]] = [
         _unless_refused(find_prefix(exchange, *chain, at_once), StoredPrefix(), strict) for chain in chains

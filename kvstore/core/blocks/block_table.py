@@ -22,7 +22,7 @@ KEY_INFO = np.dtype([("namespace", "<u2"), ("key_bytes", "u1"), ("zero", "u1")])
 FREE, RESERVED, LIVE, HOLE = range(4)
 
 MOST_TIERS = 16
-"""Tier instances in one run, including removed devices."""
+"""Tier instances in one run, including removed devices. Presence tables and the wire number no more."""
 
 Rows = npt.NDArray[np.int64]
 Picked = slice | Rows

@@ -84,6 +84,7 @@ class Deletion(Job):
     def _begin(self, sweep: _Sweep) -> None:
         for namespace in sweep.namespaces:
             namespace.closed = True
+            self._r.presence.retire(namespace.number)
             self._reads.end(namespace)
         for reservation in self._leases.reservations.values():
             if reservation.namespace.closed and reservation.alive.any():

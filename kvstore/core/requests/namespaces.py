@@ -35,6 +35,8 @@ class NamespaceTable:
         elif known is not None:
             known.ttl_s = event.ttl_s
             known.has_ttl |= event.ttl_s > 0
+            if known.has_ttl:
+                self._r.presence.retire(event.namespace)
             known.block_tokens = event.block_tokens
             if event.independent and not known.independent:
                 # The headers of kept memory do not tell the kind.
@@ -116,6 +118,7 @@ class NamespaceTable:
         for namespace in namespaces:
             if excess and namespace.number not in in_use and self._is_unused(namespace):
                 del self._r.namespaces[namespace.number]
+                self._r.presence.retire(namespace.number)
                 self._r.chains.holes.pop(namespace.number, None)
                 self._leases.writers.pop(namespace.number, None)
                 self._leases.say(NamespaceClosed(namespace.number))

@@ -57,6 +57,7 @@ class Publication(Job):
         pool = namespace.pools[0]._replace(domain=event.domain)
         if pool != namespace.pools[0]:
             namespace.pools, namespace.relocated = (pool, *namespace.pools[1:]), True
+            self._r.presence.retire(namespace.number)
             self._relocate(namespace, now)
             if not self.is_settled(namespace.number):
                 self._requests[event.request] = namespace.number

@@ -49,6 +49,7 @@ def restore(leases: LeaseTable, event: ev.Restore, write_down: bool) -> None:
                 members.pool != leases.namespaces[namespace].pools[event.tier]
             )
         _end(leases, namespace, rows, event.ends[which])
+        r.presence.retire(namespace)
         if write_down:
             leases.transfers.queue_writes(rows)
     for namespace in np.unique(event.namespace).tolist():

@@ -23,6 +23,7 @@ from kvstore.core.residency.decision_log import Decisions
 from kvstore.core.residency.namespace import Namespace, Namespaces
 from kvstore.core.residency.outbox import Outbox
 from kvstore.core.residency.pin_table import PinTable
+from kvstore.core.residency.presence import PresenceTables
 from kvstore.core.residency.topology import Topology
 from kvstore.core.reuse.reuse import Reuse
 
@@ -51,6 +52,7 @@ class Residency:
         self.chains = Chains(self.blocks, self.index, self.reuse)
         self.pins = PinTable(self.blocks, self.namespaces)
         self.outbox = Outbox(self.blocks)
+        self.presence = PresenceTables(self.blocks, self.namespaces, self.topology, self.outbox)
         self.now = 0.0
         self.ending = False
         self.copying: Counter[int] = Counter()
@@ -197,6 +199,7 @@ class Residency:
         # A parent that looks older than its child would be evicted first.
         for namespace, some in self.namespaces.split(rows):
             self.refresh(some, namespace, tier)
+        self.presence.changed(tier, rows)
         self.outbox.report(tier, rows, gained=True)
 
     def write_headers(self, tier: int, rows: Rows, slots: Slots) -> None:
@@ -220,6 +223,7 @@ class Residency:
             self.topology.policy(tier, members.pool).remove(table.owner[some].astype(np.int64))
         (table.retire if retire else table.disown)(slots)
         if vanish:
+            self.presence.changed(tier, rows)
             self.outbox.report(tier, rows, gained=False)
         lost = rows[(self.blocks.slot[:, rows] < 0).all(axis=0)]
         if len(lost) and vanish:
@@ -235,4 +239,5 @@ class Residency:
     def ram_bytes(self) -> int:
         """Bytes of all state about blocks, for the rows and slots used so far."""
         blocks = self.blocks.ram_bytes() + self.index.ram_bytes()
+        blocks += self.presence.ram_bytes()
         return blocks + self.topology.ram_bytes() + self.decisions.ram_bytes() + self.reuse.ram_bytes

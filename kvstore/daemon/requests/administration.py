@@ -34,6 +34,8 @@ def start_recording(session: Session, q: m.RecordStart) -> None:
     if not session.principal.operator:
         raise DeniedError("only operators record what is asked for", _ASK)
     session.services.recorder.start(session.number, q.seconds, q.max_bytes)
+    # Only requests are recorded.
+    session.services.presence.retire_all()
     session.send(m.Value(q.id, 0))
 
 

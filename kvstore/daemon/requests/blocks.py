@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from kvstore.core import events as ev
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.daemon.requests.block_waits import KEYS_BYTES
@@ -49,6 +51,15 @@ def lookup(session: Session, q: m.Lookup) -> None:
         services.core.ask(session, q.id, event)
     else:
         services.network.requests.lookup(session, q.id, event, namespace, session.deadline(q.timeout_s))
+
+
+def looked_up(session: Session, q: m.LookedUp) -> None:
+    """Counts lookups that a presence table has answered."""
+    namespace = session.namespaces.at(q.namespace)
+    if namespace is not None:
+        tiers = len(session.services.core.view.tiers)
+        found = np.frombuffer(q.found, "<u4")[:tiers].tolist()
+        session.prompts.looked_up(namespace, q.asks, found)
 
 
 def contains(session: Session, q: m.Contains) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvstore.daemon.requests import administration, blocks
 from kvstore.daemon.requests.event_table import EVENTS
-from kvstore.daemon.requests.mapping import map_extent
+from kvstore.daemon.requests.mapping import map_extent, map_presence
 from kvstore.daemon.requests.namespaces import NoKeysError, NothingStoredError, answer_miss, open_namespace
 from kvstore.daemon.requests.session import DeniedError, Session
 from kvstore.daemon.tenancy.auth import Role
@@ -33,6 +33,8 @@ _HANDLERS: dict[type, tuple[Role, Handler]] = {
     **{q: (row.role, _TO_THE_CORE.get(q, blocks.ask_core)) for q, row in EVENTS.items()},
     blocks.WokenAcquire: (Role.READ, blocks.acquire_woken),
     m.Map: (Role.READ, map_extent),
+    m.MapPresence: (Role.READ, map_presence),
+    m.LookedUp: (Role.READ, blocks.looked_up),
     m.Invalidate: (Role.WRITE, blocks.invalidate),
     m.HandOff: (Role.WRITE, blocks.hand_off),
     m.Open: (Role.READ, open_namespace),

@@ -6,7 +6,7 @@ Clients mark the first request of a prompt, because only they know all of its ke
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +17,8 @@ from kvstore.core.insight import hit_counters as hits
 from kvstore.core.requests.leases import number_on_connection
 from kvstore.daemon.tenancy.namespaces import NamespaceEntry
 from kvstore.wire import messages as m
+
+_MOST_REPORTED = (1 << 32) - 1
 
 
 @dataclass(slots=True)
@@ -65,6 +67,11 @@ class Prompts:
         self._count(namespace, hits.TOO_LATE, {hits.ALL_TIERS: stored.late})
         if isinstance(action, ac.Grant) and action.lease:
             self._leased[number_on_connection(action.lease)] = _Leased(namespace, action.sources)
+
+    def looked_up(self, namespace: NamespaceEntry, asks: int, found: Sequence[int]) -> None:
+        """Counts lookups without a request: blocks that were requested, and found by number of the tier."""
+        self._count(namespace, hits.REQUESTED, {hits.ALL_TIERS: min(asks, _MOST_REPORTED)})
+        self._count(namespace, hits.FOUND, dict(enumerate(found)))
 
     def released(self, q: m.Release) -> None:
         """Counts the blocks that were read under a lease."""

@@ -21,6 +21,7 @@ from kvstore.daemon.tenancy.catalog import NamespaceCatalog
 from kvstore.daemon.tenancy.data_keys import DataKeys
 from kvstore.daemon.tenancy.deletion import Deletion
 from kvstore.daemon.tenancy.namespaces import Namespaces
+from kvstore.daemon.tenancy.presence import PresenceMemory
 
 
 class Services(Protocol):
@@ -37,6 +38,7 @@ class Services(Protocol):
     authenticator: Authenticator
     namespaces: Namespaces
     catalog: NamespaceCatalog
+    presence: PresenceMemory
     data_keys: DataKeys
     deletion: Deletion
     network: NetworkTier | None

@@ -39,7 +39,7 @@ class Outbox(Protocol):
     def send(self, message: Any) -> None:
         """Sends a message."""
 
-    def send_with_descriptor(self, message: m.Mapped, fd: int) -> None:
+    def send_with_descriptor(self, message: m.Mapped | m.MappedPresence, fd: int) -> None:
         """Sends a message with a descriptor. Allowed only while `waiting_bytes` is 0."""
 
 

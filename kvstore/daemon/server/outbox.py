@@ -47,7 +47,7 @@ class Outbox:
         if self._paused:
             self._count(self._transport.get_write_buffer_size())
 
-    def send_with_descriptor(self, message: m.Mapped, fd: int) -> None:
+    def send_with_descriptor(self, message: m.Mapped | m.MappedPresence, fd: int) -> None:
         """Sends a short frame with a descriptor directly to the socket: transports carry none.
 
         Allowed only while `waiting_bytes` is 0. Waiting bytes would arrive after the frame.

@@ -1,0 +1,84 @@
+"""Presence tables of the daemon that are mapped into this process, and what they say.
+
+Not covered: when a table is asked for, and what a lookup makes of it (`calls.presence`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from kvstore import native
+from kvstore.arena import Mapping
+from kvstore.types import PRESENCE_HIDDEN, PRESENCE_RETIRED, PRESENCE_TIER, Key
+
+ABSENT = 0xFF
+"""Instead of a tier: the key is not stored."""
+
+_AGAIN_S = 1.0
+"""The daemon is asked for a table of a namespace at most once in this time (s)."""
+
+_OWN = bytes(flags if flags == ABSENT else flags & PRESENCE_TIER for flags in range(256))
+_FOREIGN = bytes(ABSENT if flags & PRESENCE_HIDDEN else tier for flags, tier in enumerate(_OWN))
+
+
+class PresenceTable:
+    """The table of one namespace. `network`: keys that it does not have may be on the network.
+
+    `foreign`: the namespace is another tenant's.
+    """
+
+    def __init__(self, mapping: Mapping, foreign: bool, network: bool) -> None:
+        self.network = network
+        self._meaning = _FOREIGN if foreign else _OWN
+        self._memory = mapping.view
+        self._state = mapping.view[:8].cast("Q")
+
+    @property
+    def is_retired(self) -> bool:
+        """Whether the table is not updated any more."""
+        return self._state[0] == PRESENCE_RETIRED
+
+    def find(self, keys: Sequence[Key], leading: bool) -> bytes | None:
+        """Returns the tier of each key, or ABSENT; with `leading`, of the keys before the first absent one.
+
+        None: only the daemon can tell.
+        """
+        assert native.presence is not None
+        try:
+            flags = native.presence(self._memory, keys if type(keys) is list else list(keys), leading)
+        except (TypeError, ValueError):
+            return None  # the request checks the keys
+        if flags is None:
+            return None
+        tiers = flags.translate(self._meaning)
+        end = tiers.find(ABSENT) if leading else -1
+        return tiers if end < 0 else tiers[:end]
+
+
+class PresenceTables:
+    """The tables of one run of the daemon, by the fingerprint of the namespace."""
+
+    def __init__(self) -> None:
+        self._tables: dict[bytes, PresenceTable] = {}
+        self._asked_s: dict[bytes, float] = {}
+
+    def get(self, namespace: bytes) -> PresenceTable | None:
+        """Returns the table of a namespace if it is mapped. Forgets a retired one."""
+        table = self._tables.get(namespace)
+        if table is not None and table.is_retired:
+            self._tables.pop(namespace, None)
+            return None
+        return table
+
+    def may_ask(self, namespace: bytes) -> bool:
+        """Returns whether to ask the daemon for a table: none is mapped, none was asked for recently."""
+        now = time.monotonic()
+        if self.get(namespace) is not None or now < self._asked_s.get(namespace, -_AGAIN_S) + _AGAIN_S:
+            return False
+        self._asked_s[namespace] = now
+        return True
+
+    def add(self, namespace: bytes, table: PresenceTable) -> None:
+        """Keeps a mapped table."""
+        self._tables[namespace] = table

@@ -1,0 +1,236 @@
+"""Presence tables: which keys of a namespace are stored, in memory that clients read without a request.
+
+A table has one cell of 8 bytes for each readable block: a fingerprint of its key, and below it the tier that
+would serve it. A key has two buckets of 8 cells. Readers take no locks: each change is one aligned store of
+numpy, and no cell moves. Even a torn read would only be a miss, or make `acquire` find fewer blocks.
+
+A table is filled in steps and then follows every change. One that is too full is retired, like the table of a
+namespace that is deleted, published or gets a TTL. A client then asks for another table. The daemon provides
+the memory: one line of 64 bytes (state, seed of the hash), then the buckets. `native/presence.c` reads it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.core.actions import PresenceRetired
+from kvstore.core.blocks.block_table import LIVE, Blocks, Rows
+from kvstore.core.blocks.index import splitmix
+from kvstore.core.jobs import Job
+from kvstore.core.residency.namespace import Namespace, Namespaces
+from kvstore.core.residency.outbox import Outbox
+from kvstore.core.residency.topology import Topology
+from kvstore.types import (
+    MAX_KEY_BYTES,
+    PRESENCE_HIDDEN,
+    PRESENCE_NOT_READY,
+    PRESENCE_READY,
+    PRESENCE_RETIRED,
+)
+
+U64 = npt.NDArray[np.uint64]
+
+_WAYS = 8
+_LINE_BYTES = 64
+_LEAST_BUCKETS = 512
+_PREFERRED = 5  # cells of its first bucket that a key takes before it looks at the second
+_FULL = 0.65  # of all cells: up to here, there is room for every key
+_FLAGS = np.uint64(0x1F)
+_LEAST_MARK = np.uint64(0x20)
+_MIX = np.uint64(0x9E3779B97F4A7C15)
+_LOW = np.uint64(0xFFFFFFFF)
+_HALF, _ROTATED = np.uint64(32), np.uint64(29)
+_SCANNED_AT_ONCE = 1 << 14
+_ADDED_AT_ONCE = 1 << 9
+_NEXT_STEP_S = 0.001
+
+
+def table_bytes(rows: int) -> int:
+    """Returns the bytes of a table that is half full with this number of rows."""
+    return _LINE_BYTES * (1 + max(_LEAST_BUCKETS, -(-2 * rows // _WAYS)))
+
+
+class PresenceTable:
+    """The table of one namespace. It has the rows below `row`, `count` of them."""
+
+    def __init__(self, namespace: Namespace, words: U64, seed: int) -> None:
+        """`words` are zeros, as many as `table_bytes` says."""
+        self.namespace = namespace
+        self.words = words
+        self.cells = words[_WAYS:].reshape(-1, _WAYS)
+        self.row = 0
+        self.count = 0
+        width = MAX_KEY_BYTES // 8
+        factors = np.array([f | 1 for f in splitmix(seed, 2 * width + 1)], np.uint64)
+        self._pairs = factors[: 2 * width].reshape(width, 2)
+        self._size_factor = int(factors[-1])
+        words[1] = seed
+
+    def set_state(self, state: int) -> None:
+        """Tells readers whether they may use the table."""
+        self.words[0] = state
+
+    def hash(self, words: U64, size: int) -> tuple[U64, Rows, Rows]:
+        """Returns the mark and the two buckets of keys of `size` bytes, given as words."""
+        words = words[:, : -(-size // 8)]
+        pairs = self._pairs[: words.shape[1]]
+        mixed = words + pairs[:, 0]
+        mixed ^= mixed >> _HALF
+        mixed *= _MIX
+        mixed ^= mixed >> _ROTATED
+        sums = mixed @ pairs
+        mark = (sums[:, 0] + np.uint64(size * self._size_factor & (1 << 64) - 1)) & ~_FLAGS
+        mark[mark == 0] = _LEAST_MARK
+        buckets = np.uint64(len(self.cells))
+        first = ((sums[:, 1] >> _HALF) * buckets) >> _HALF
+        second = ((sums[:, 1] & _LOW) * buckets) >> _HALF
+        return mark, first.astype(np.int64), second.astype(np.int64)
+
+    def set(self, words: U64, size: int, flags: U64, there: npt.NDArray[np.bool_]) -> bool:
+        """Adds keys, changes their flags, or removes those that are not `there`. False: no room for some."""
+        mark, first, second = self.hash(words, size)
+        value = np.where(there, mark | flags, np.uint64(0))
+        todo = np.arange(len(mark))
+        for bucket in (first, second):
+            hit = (self.cells[bucket[todo]] & ~_FLAGS) == mark[todo, None]
+            way = hit.argmax(axis=1)
+            found = hit[np.arange(len(todo)), way]
+            known = todo[found]
+            self.cells[bucket[known], way[found]] = value[known]
+            self.count -= len(known) - int(there[known].sum())
+            todo = todo[~found]
+            if not len(todo):
+                return True
+        todo = todo[there[todo]]
+        self.count += len(todo)
+        return self._add(value[todo], first[todo], second[todo])
+
+    def _add(self, value: U64, first: Rows, second: Rows) -> bool:
+        """Adds each value to its first bucket, or to the emptier one. Returns False if one has no room."""
+        while len(value):
+            used, others = self.cells[first] != 0, self.cells[second] != 0
+            # Most keys in their first bucket: readers then load one line for each.
+            filled = used.sum(axis=1)
+            emptier = (filled >= _PREFERRED) & (others.sum(axis=1) < filled)
+            bucket, used = np.where(emptier, second, first), np.where(emptier[:, None], others, used)
+            if used.all(axis=1).any():
+                return False
+            way = used.argmin(axis=1)
+            # Two keys of a batch may select one cell: the first gets it.
+            _, chosen = np.unique(bucket * _WAYS + way, return_index=True)
+            self.cells[bucket[chosen], way[chosen]] = value[chosen]
+            left = np.ones(len(value), np.bool_)
+            left[chosen] = False
+            value, first, second = value[left], first[left], second[left]
+        return self.count <= _FULL * self.cells.size
+
+
+class PresenceTables(Job):
+    """The tables of a placement by namespace, each as the daemon asked for it. As a job, fills them."""
+
+    def __init__(self, blocks: Blocks, namespaces: Namespaces, topology: Topology, outbox: Outbox) -> None:
+        self.tables: dict[int, PresenceTable] = {}
+        self.out_of_reach = False
+        self._blocks = blocks
+        self._namespaces = namespaces
+        self._topology = topology
+        self._outbox = outbox
+
+    def bytes_for(self, number: int) -> int:
+        """Returns the bytes of a new table of a namespace, 0 if none could answer for a request."""
+        namespace = self._namespaces.get(number)
+        if namespace is None or namespace.closed or namespace.has_ttl:
+            return 0
+        return table_bytes(int(self._blocks.rows_in[number]))
+
+    def share(self, number: int, words: U64, seed: int) -> None:
+        """Makes the table of a namespace."""
+        self.retire(number)
+        if self.bytes_for(number):
+            self.tables[number] = PresenceTable(self._namespaces[number], words, seed)
+            self._next_step = min(self._next_step, self._outbox.now)
+        else:
+            self._outbox.actions.append(PresenceRetired(number))
+
+    def retire(self, number: int) -> None:
+        """Ends the table of a namespace, if it has one."""
+        table = self.tables.pop(number, None)
+        if table is not None:
+            table.set_state(PRESENCE_RETIRED)
+            self._outbox.actions.append(PresenceRetired(number))
+
+    def changed(self, tier: int, rows: Rows) -> None:
+        """Updates the tables: rows have gained or lost a copy in a tier."""
+        if not self.tables:
+            return
+        if tier:
+            rows = rows[self._blocks.slot[0, rows] < 0]  # whatever happens below DRAM, DRAM serves these
+        for namespace, some in self._namespaces.split(rows):
+            table = self.tables.get(namespace.number)
+            if table is not None:
+                self._update(table, some[some < table.row])
+
+    def look_at_devices(self) -> None:
+        """Suspends all tables while a device cannot be read: its blocks are misses."""
+        if self.tables and self.out_of_reach != self._topology.out_of_reach:
+            self.out_of_reach = not self.out_of_reach
+            for table in self.tables.values():
+                self._set_state(table)
+
+    def _set_state(self, table: PresenceTable) -> None:
+        filled = table.row >= self._blocks.capacity
+        table.set_state(PRESENCE_READY if filled and not self.out_of_reach else PRESENCE_NOT_READY)
+
+    def _update(self, table: PresenceTable, rows: Rows) -> None:
+        blocks = self._blocks
+        sizes = blocks.key_bytes[rows]
+        flags, there = self.flags_of(table.namespace, rows)
+        for size in np.unique(sizes).tolist():
+            some = slice(None) if (sizes == size).all() else sizes == size
+            if not table.set(blocks.words[rows[some]], size, flags[some], there[some]):
+                return self.retire(table.namespace.number)
+        return None
+
+    def flags_of(self, namespace: Namespace, rows: Rows) -> tuple[U64, npt.NDArray[np.bool_]]:
+        """Returns the flags of each row's cell, and whether the row has one: it is readable.
+
+        The flags are the number of the tier that serves the block to DRAM, and whether it is hidden: other
+        tenants may not map its slot yet.
+        """
+        order = np.array([*self._topology.memory, *self._topology.persistent])
+        held = self._blocks.slot[:, rows][order] >= 0
+        there = held.any(axis=0) & (self._blocks.state[rows] == LIVE)
+        flags = order[held.argmax(axis=0)].astype(np.uint64)
+        if namespace.relocated:
+            slots = self._blocks.slot[0, rows]
+            own = self._topology.tiers[0].slots.are_of(namespace.pools[0], slots) | (slots < 0)
+            flags[~own] |= np.uint64(PRESENCE_HIDDEN)
+        return flags, there
+
+    def _step(self, now: float) -> None:
+        """Fills the first table that is not full yet by some more rows."""
+        filling = [table for table in self.tables.values() if table.row < self._blocks.capacity]
+        if filling:
+            self._fill(filling[0])
+        self._next_step = now + _NEXT_STEP_S if filling else math.inf
+
+    def _fill(self, table: PresenceTable) -> None:
+        blocks, first = self._blocks, table.row
+        last = min(first + _SCANNED_AT_ONCE, blocks.rows_touched)
+        here = slice(first, last)
+        mine = (blocks.namespace[here] == table.namespace.number) & (blocks.state[here] == LIVE)
+        rows = first + np.flatnonzero(mine)
+        if len(rows) > _ADDED_AT_ONCE:
+            rows, last = rows[:_ADDED_AT_ONCE], int(rows[_ADDED_AT_ONCE])
+        table.row = last
+        self._update(table, rows)
+        if last >= blocks.rows_touched and table.namespace.number in self.tables:
+            table.row = blocks.capacity
+            self._set_state(table)
+
+    def ram_bytes(self) -> int:
+        """Returns the bytes of all tables."""
+        return sum(table.words.nbytes for table in self.tables.values())

@@ -1,0 +1,177 @@
+/* Finds keys in a presence table. The table and its one writer: kvstore/core/residency/presence.py.
+ *
+ * Readers take no lock. A cell is one aligned 8-byte word, loaded at once, and says all about its key: what is
+ * read while the writer changes the table was true just before or is true just after. The GIL is kept: the keys
+ * are objects of Python, and to get it back may take longer than to find thousands of them.
+ */
+#include "kvstore_native.h"
+
+#include <stdatomic.h>
+#include <string.h>
+
+#define WAYS 8
+#define LINE_BYTES 64
+#define KEY_BYTES 64
+#define FACTORS (2 * KEY_BYTES / 8 + 1)
+#define FLAGS UINT64_C(0x1F)
+#define MIX UINT64_C(0x9E3779B97F4A7C15)
+#define AT_ONCE 32
+
+enum state { NOT_READY, READY, RETIRED };
+
+typedef const _Atomic uint64_t cell;
+
+typedef struct {
+    cell *head, *cells;
+    uint64_t buckets, factors[FACTORS];
+} presence_table;
+
+typedef struct {
+    uint64_t mark;
+    cell *first, *second;
+} place;
+
+/* The same numbers as `splitmix` of kvstore/core/blocks/index.py. */
+static void make_factors(uint64_t *factors, uint64_t seed)
+{
+    for (int i = 0; i < FACTORS; i++) {
+        uint64_t z = seed + (uint64_t)(i + 1) * MIX;
+        z = (z ^ (z >> 30)) * UINT64_C(0xBF58476D1CE4E5B9);
+        z = (z ^ (z >> 27)) * UINT64_C(0x94D049BB133111EB);
+        factors[i] = (z ^ (z >> 31)) | 1;
+    }
+}
+
+/* Returns 0 if the buffer cannot be a table. The number of buckets is that of the buffer, not what it says. */
+static int open_table(presence_table *table, const Py_buffer *view)
+{
+    table->head = view->buf;
+    table->cells = table->head + LINE_BYTES / 8;
+    table->buckets = (uint64_t)view->len / LINE_BYTES - 1;
+    if (view->len < 2 * LINE_BYTES || (uintptr_t)view->buf % LINE_BYTES || table->buckets >> 32)
+        return 0;
+    make_factors(table->factors, atomic_load_explicit(&table->head[1], memory_order_relaxed));
+    return 1;
+}
+
+static uint64_t mix(uint64_t word)
+{
+    word = (word ^ (word >> 32)) * MIX;
+    return word ^ (word >> 29);
+}
+
+static place place_of(const presence_table *table, const char *key, size_t size)
+{
+    const uint64_t *factor = table->factors;
+    uint64_t mark = size * factor[FACTORS - 1], bucket = 0, word = 0;
+    for (; size >= 8; size -= 8, key += 8, factor += 2) {
+        memcpy(&word, key, 8);
+        word = mix(word + factor[0]);
+        mark += word * factor[0];
+        bucket += word * factor[1];
+    }
+    if (size) {
+        word = 0;
+        memcpy(&word, key, size);
+        word = mix(word + factor[0]);
+        mark += word * factor[0];
+        bucket += word * factor[1];
+    }
+    mark &= ~FLAGS;
+    return (place){
+        mark ? mark : FLAGS + 1,
+        table->cells + WAYS * ((bucket >> 32) * table->buckets >> 32),
+        table->cells + WAYS * ((bucket & UINT32_MAX) * table->buckets >> 32),
+    };
+}
+
+/* Returns the cell of a mark in one bucket, 0 if it has none. */
+static uint64_t find_in(cell *bucket, uint64_t mark)
+{
+    uint64_t found = 0;
+    for (int way = 0; way < WAYS; way++) {
+        uint64_t value = atomic_load_explicit(&bucket[way], memory_order_relaxed);
+        found = (value & ~FLAGS) == mark ? value : found;
+    }
+    return found;
+}
+
+/* Writes the flags of each key, 0xFF for absent ones. Returns the number of keys written: with `leading`, of
+ * those before the first absent one. Returns -1 with an exception for keys that are not bytes of one length. */
+static Py_ssize_t find_keys(const presence_table *table, PyObject *keys, Py_ssize_t n, int leading, uint8_t *out)
+{
+    place places[AT_ONCE];
+    uint64_t found[AT_ONCE];
+    Py_ssize_t size = -1;
+    for (Py_ssize_t at = 0; at < n; at += AT_ONCE) {
+        Py_ssize_t some = n - at < AT_ONCE ? n - at : AT_ONCE;
+        for (Py_ssize_t i = 0; i < some; i++) {
+            PyObject *key = PyList_GetItem(keys, at + i);
+            char *bytes;
+            Py_ssize_t length;
+            if (key == NULL || PyBytes_AsStringAndSize(key, &bytes, &length))
+                return -1;
+            size = size < 0 ? length : size;
+            if (length != size || !length || length > KEY_BYTES) {
+                PyErr_Format(PyExc_ValueError, "a key of %zd bytes after keys of %zd", length, size);
+                return -1;
+            }
+            places[i] = place_of(table, bytes, (size_t)length);
+            __builtin_prefetch((const void *)places[i].first);
+        }
+        for (Py_ssize_t i = 0; i < some; i++) {
+            found[i] = find_in(places[i].first, places[i].mark);
+            if (!found[i])
+                __builtin_prefetch((const void *)places[i].second);
+        }
+        for (Py_ssize_t i = 0; i < some; i++) {
+            if (!found[i])
+                found[i] = find_in(places[i].second, places[i].mark);
+            if (!found[i] && leading)
+                return at + i;
+            out[at + i] = found[i] ? (uint8_t)(found[i] & FLAGS) : 0xFF;
+        }
+    }
+    return n;
+}
+
+static PyObject *presence(PyObject *module, PyObject *args)
+{
+    PyObject *memory, *keys, *result = NULL;
+    Py_buffer view;
+    presence_table table;
+    int leading;
+    if (!PyArg_ParseTuple(args, "OOp", &memory, &keys, &leading))
+        return NULL;
+    Py_ssize_t n = PyList_Size(keys);
+    if (n < 0 || PyObject_GetBuffer(memory, &view, PyBUF_SIMPLE))
+        return NULL;
+    uint8_t *out = PyMem_Malloc((size_t)n + 1);
+    if (out == NULL) {
+        PyErr_NoMemory();
+    } else if (!open_table(&table, &view)) {
+        PyErr_SetString(PyExc_ValueError, "no presence table");
+    } else {
+        /* Acquire: the table was filled before it was ready. It must be so still after the last cell was read. */
+        int ready = atomic_load_explicit(table.head, memory_order_acquire) == READY;
+        Py_ssize_t written = ready ? find_keys(&table, keys, n, leading, out) : 0;
+        atomic_thread_fence(memory_order_acquire);
+        if (written >= 0 && ready && atomic_load_explicit(table.head, memory_order_relaxed) == READY)
+            result = PyBytes_FromStringAndSize((char *)out, written);
+        else if (written >= 0)
+            result = Py_NewRef(Py_None);
+    }
+    PyMem_Free(out);
+    PyBuffer_Release(&view);
+    return result;
+}
+
+static PyMethodDef functions[] = {
+    {"presence", presence, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+int add_presence(PyObject *module)
+{
+    return PyModule_AddFunctions(module, functions);
+}

@@ -1,0 +1,181 @@
+"""The C reader of presence tables, against tables that the core writes and an oracle in plain Python."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.columns import zeros
+from kvstore.core.blocks.index import splitmix
+from kvstore.core.blocks.key_batch import Keys
+from kvstore.core.residency.presence import PresenceTable, table_bytes
+from kvstore.types import MAX_KEY_BYTES, PRESENCE_NOT_READY, PRESENCE_READY, PRESENCE_RETIRED
+
+try:
+    from kvstore.native._native import presence
+except ImportError:
+    pytest.skip("the C extension was not built: no compiler, or no Python.h", allow_module_level=True)
+
+ABSENT = 0xFF
+U64 = (1 << 64) - 1
+KEY_LENGTHS = range(1, MAX_KEY_BYTES + 1)
+
+
+def table_of(rows: int = 0, seed: int = 7) -> PresenceTable:
+    table = PresenceTable(None, zeros(table_bytes(rows) // 8, np.uint64), seed)  # type: ignore[arg-type]
+    table.set_state(PRESENCE_READY)
+    return table
+
+
+def put(table: PresenceTable, keys: list[bytes], flags: int, there: bool = True) -> bool:
+    words, n = Keys(b"".join(keys), len(keys[0])).words, len(keys)
+    return table.set(words, len(keys[0]), np.full(n, flags, np.uint64), np.full(n, there))
+
+
+def some_keys(n: int, length: int, seed: int = 1) -> list[bytes]:
+    dice = random.Random(seed)
+    return list(dict.fromkeys(dice.randbytes(length) for _ in range(n)))
+
+
+def oracle(memory: np.ndarray[Any, Any], key: bytes) -> int:
+    """The flags of a key, by the layout as it is documented, without arrays."""
+    factors = [f | 1 for f in splitmix(int(memory[1]), 2 * MAX_KEY_BYTES // 8 + 1)]
+    mark, bucket = len(key) * factors[-1], 0
+    for i in range(0, len(key), 8):
+        word = (int.from_bytes(key[i : i + 8], "little") + factors[i // 4]) & U64
+        word = ((word ^ (word >> 32)) * 0x9E3779B97F4A7C15) & U64
+        word ^= word >> 29
+        mark, bucket = mark + word * factors[i // 4], bucket + word * factors[i // 4 + 1]
+    mark, bucket = (mark & U64 & ~0x1F) or 0x20, bucket & U64
+    buckets = memory.size // 8 - 1
+    for half in (bucket >> 32, bucket & 0xFFFFFFFF):
+        at = 8 * (1 + (half * buckets >> 32))
+        for cell in memory[at : at + 8].tolist():
+            if cell & ~0x1F == mark:
+                return int(cell & 0x1F)
+    return ABSENT
+
+
+@pytest.mark.parametrize("length", KEY_LENGTHS)
+def test_keys_of_every_length_are_found(length: int) -> None:
+    table, keys = table_of(), some_keys(100, length)
+    stored, others = keys[::2], keys[1::2]
+    for i, key in enumerate(stored):
+        put(table, [key], i % 32)
+    put(table, stored[:3], 0, there=False)
+    expected = bytes([*[ABSENT] * 3, *[i % 32 for i in range(3, len(stored))], *[ABSENT] * len(others)])
+    asked = stored + others
+    assert presence(table.words, asked, False) == expected
+    assert bytes(oracle(table.words, key) for key in asked) == expected
+
+
+def test_keys_of_different_lengths_are_different() -> None:
+    table = table_of()
+    put(table, [b"\0"], 1)
+    assert [presence(table.words, [bytes(n)], False) for n in KEY_LENGTHS] == [b"\1"] + [b"\xff"] * 63
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 31, 32, 33, 64, 65, 1000, 8192])
+def test_a_prefix_ends_at_the_first_absent_key(n: int) -> None:
+    keys = some_keys(n, 32)
+    for missing in {0, n // 2, n - 1} & set(range(n)) | {n}:
+        table = table_of(n)
+        if present := [key for i, key in enumerate(keys) if i != missing]:
+            assert put(table, present, 2)
+        assert presence(table.words, keys, True) == bytes([2]) * missing
+        assert presence(table.words, keys, False) == bytes(ABSENT if i == missing else 2 for i in range(n))
+
+
+def test_keys_at_any_address_are_read_to_their_end_only() -> None:
+    table = table_of()
+    for length in KEY_LENGTHS:
+        key = random.Random(length).randbytes(length)
+        put(table, [key], 1)
+        for shift in range(9):
+            copy = bytes(bytearray(shift) + key + b"x")[shift:-1]
+            assert presence(table.words, [copy], True) == b"\1"
+
+
+def test_a_table_that_is_not_ready_says_nothing() -> None:
+    table, keys = table_of(), some_keys(10, 32)
+    put(table, keys, 0)
+    for state in (PRESENCE_NOT_READY, PRESENCE_RETIRED, 3, U64):
+        table.set_state(state)
+        assert presence(table.words, keys, True) is None
+    table.set_state(PRESENCE_READY)
+    assert presence(table.words, keys, True) == bytes(10)
+
+
+def test_a_full_table_says_so_and_has_what_fits() -> None:
+    table, keys = table_of(), some_keys(4096, 32)
+    at = 0
+    while put(table, keys[at : at + 64], 1):
+        at += 64
+    assert 0.5 * table.cells.size < at <= 0.65 * table.cells.size
+    assert presence(table.words, keys[:at], True) == bytes([1]) * at
+
+
+@pytest.mark.parametrize(
+    ("memory", "keys", "error"),
+    [
+        (zeros(16, np.uint64), [b"k" * 8, b"k" * 9], ValueError),
+        (zeros(16, np.uint64), [b""], ValueError),
+        (zeros(16, np.uint64), [b"k" * 65], ValueError),
+        (zeros(16, np.uint64), ["text"], TypeError),
+        (zeros(16, np.uint64), [bytearray(b"k")], TypeError),
+        (zeros(16, np.uint64), (b"k",), SystemError),
+        (zeros(8, np.uint64), [b"k"], ValueError),
+        (zeros(0, np.uint64), [b"k"], ValueError),
+        (zeros(32, np.uint64)[1:], [b"k"], ValueError),
+        (None, [b"k"], TypeError),
+    ],
+)
+def test_what_makes_no_sense_is_refused(memory: Any, keys: Any, error: type) -> None:
+    if memory is not None and memory.size:
+        memory[0] = PRESENCE_READY
+    with pytest.raises(error):
+        presence(memory, keys, False)
+
+
+changes_of_keys = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 31), st.booleans()), max_size=60)
+
+
+@given(changes_of_keys, st.integers(0, U64))
+def test_it_reads_what_was_written_last(changes: list[tuple[int, int, bool]], seed: int) -> None:
+    table, keys, wanted = table_of(seed=seed), some_keys(41, 13), dict[bytes, int]()
+    for which, flags, there in changes:
+        put(table, [keys[which]], flags, there)
+        wanted.pop(keys[which], None)
+        if there:
+            wanted[keys[which]] = flags
+        assert table.count == len(wanted)
+    assert list(presence(table.words, keys, False)) == [wanted.get(key, ABSENT) for key in keys]
+
+
+def test_readers_beside_the_writer_see_each_key_as_it_was_or_is() -> None:
+    table, keys = table_of(2000), some_keys(2000, 32)
+    stays, moves = keys[:1000], keys[1000:]
+    put(table, stays, 0)
+    wrong, over = list[bytes](), threading.Event()
+
+    def read() -> None:
+        while not over.is_set():
+            wrong.extend(each for each in [presence(table.words, stays, True)] if each.strip(b"\0\2") != b"")
+            wrong.extend(each for each in [presence(table.words, stays, True)] if len(each) != len(stays))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for _ in range(200):
+        put(table, moves, 1)
+        put(table, stays, 2)
+        put(table, moves, 1, there=False)
+        put(table, stays, 0)
+    over.set()
+    reader.join()
+    assert not wrong
