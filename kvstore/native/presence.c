@@ -12,7 +12,7 @@
 #define WAYS 8
 #define LINE_BYTES 64
 #define KEY_BYTES 64
-#define FACTORS (2 * KEY_BYTES / 8 + 1)
+#define FACTORS (KEY_BYTES / 8 + 1)
 #define FLAGS UINT64_C(0x1F)
 #define MIX UINT64_C(0x9E3779B97F4A7C15)
 #define AT_ONCE 32
@@ -54,34 +54,37 @@ static int open_table(presence_table *table, const Py_buffer *view)
     return 1;
 }
 
+/* Products keep the highest bits of a word to themselves, so that those of two words may cancel out. */
+static uint64_t fold(uint64_t word)
+{
+    return word ^ (word >> 32);
+}
+
 static uint64_t mix(uint64_t word)
 {
-    word = (word ^ (word >> 32)) * MIX;
+    word = fold(word) * MIX;
     return word ^ (word >> 29);
 }
 
 static place place_of(const presence_table *table, const char *key, size_t size)
 {
     const uint64_t *factor = table->factors;
-    uint64_t mark = size * factor[FACTORS - 1], bucket = 0, word = 0;
-    for (; size >= 8; size -= 8, key += 8, factor += 2) {
+    uint64_t hash = size * factor[FACTORS - 1], word = 0;
+    for (; size >= 8; size -= 8, key += 8) {
         memcpy(&word, key, 8);
-        word = mix(word + factor[0]);
-        mark += word * factor[0];
-        bucket += word * factor[1];
+        hash += fold(word) * *factor++;
     }
     if (size) {
         word = 0;
         memcpy(&word, key, size);
-        word = mix(word + factor[0]);
-        mark += word * factor[0];
-        bucket += word * factor[1];
+        hash += fold(word) * *factor;
     }
-    mark &= ~FLAGS;
+    hash = mix(hash);
+    uint64_t mark = hash & ~FLAGS, buckets = mix(hash);
     return (place){
         mark ? mark : FLAGS + 1,
-        table->cells + WAYS * ((bucket >> 32) * table->buckets >> 32),
-        table->cells + WAYS * ((bucket & UINT32_MAX) * table->buckets >> 32),
+        table->cells + WAYS * ((buckets >> 32) * table->buckets >> 32),
+        table->cells + WAYS * ((buckets & UINT32_MAX) * table->buckets >> 32),
     };
 }
 

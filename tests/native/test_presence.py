@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -45,14 +46,16 @@ def some_keys(n: int, length: int, seed: int = 1) -> list[bytes]:
 
 def oracle(memory: np.ndarray[Any, Any], key: bytes) -> int:
     """The flags of a key, by the layout as it is documented, without arrays."""
-    factors = [f | 1 for f in splitmix(int(memory[1]), 2 * MAX_KEY_BYTES // 8 + 1)]
-    mark, bucket = len(key) * factors[-1], 0
-    for i in range(0, len(key), 8):
-        word = (int.from_bytes(key[i : i + 8], "little") + factors[i // 4]) & U64
-        word = ((word ^ (word >> 32)) * 0x9E3779B97F4A7C15) & U64
-        word ^= word >> 29
-        mark, bucket = mark + word * factors[i // 4], bucket + word * factors[i // 4 + 1]
-    mark, bucket = (mark & U64 & ~0x1F) or 0x20, bucket & U64
+    *factors, size_factor = [f | 1 for f in splitmix(int(memory[1]), MAX_KEY_BYTES // 8 + 1)]
+
+    def mixed(word: int) -> int:
+        word = (word ^ word >> 32) * 0x9E3779B97F4A7C15 & U64
+        return word ^ word >> 29
+
+    words = [int.from_bytes(key[i : i + 8], "little") for i in range(0, len(key), 8)]
+    products = [(word ^ word >> 32) * factor for word, factor in zip(words, factors, strict=False)]
+    hashed = mixed(len(key) * size_factor + sum(products) & U64)
+    mark, bucket = (hashed & ~0x1F) or 0x20, mixed(hashed)
     buckets = memory.size // 8 - 1
     for half in (bucket >> 32, bucket & 0xFFFFFFFF):
         at = 8 * (1 + (half * buckets >> 32))
@@ -73,6 +76,15 @@ def test_keys_of_every_length_are_found(length: int) -> None:
     asked = stored + others
     assert presence(table.words, asked, False) == expected
     assert bytes(oracle(table.words, key) for key in asked) == expected
+
+
+def test_keys_that_differ_in_the_highest_bits_of_words_are_different() -> None:
+    table, key = table_of(), bytearray(32)
+    put(table, [bytes(key)], 1)
+    for i, k in combinations(range(4), 2):
+        other = bytearray(key)
+        other[8 * i + 7], other[8 * k + 7] = 0x80, 0x80
+        assert presence(table.words, [bytes(other)], False) == bytes([ABSENT])
 
 
 def test_keys_of_different_lengths_are_different() -> None:

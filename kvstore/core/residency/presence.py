@@ -53,6 +53,16 @@ def table_bytes(rows: int) -> int:
     return _LINE_BYTES * (1 + max(_LEAST_BUCKETS, -(-2 * rows // _WAYS)))
 
 
+def _folded(words: U64) -> U64:
+    return words ^ (words >> _HALF)
+
+
+def _mixed(words: U64) -> U64:
+    mixed = _folded(words) * _MIX
+    mixed ^= mixed >> _ROTATED
+    return mixed
+
+
 class PresenceTable:
     """The table of one namespace. It has the rows below `row`, `count` of them."""
 
@@ -64,9 +74,8 @@ class PresenceTable:
         self.row = 0
         self.count = 0
         width = MAX_KEY_BYTES // 8
-        factors = np.array([f | 1 for f in splitmix(seed, 2 * width + 1)], np.uint64)
-        self._pairs = factors[: 2 * width].reshape(width, 2)
-        self._size_factor = int(factors[-1])
+        *factors, self._size_factor = (f | 1 for f in splitmix(seed, width + 1))
+        self._factors = np.array(factors, np.uint64)
         words[1] = seed
 
     def set_state(self, state: int) -> None:
@@ -76,17 +85,14 @@ class PresenceTable:
     def hash(self, words: U64, size: int) -> tuple[U64, Rows, Rows]:
         """Returns the mark and the two buckets of keys of `size` bytes, given as words."""
         words = words[:, : -(-size // 8)]
-        pairs = self._pairs[: words.shape[1]]
-        mixed = words + pairs[:, 0]
-        mixed ^= mixed >> _HALF
-        mixed *= _MIX
-        mixed ^= mixed >> _ROTATED
-        sums = mixed @ pairs
-        mark = (sums[:, 0] + np.uint64(size * self._size_factor & (1 << 64) - 1)) & ~_FLAGS
+        sums = _folded(words) @ self._factors[: words.shape[1]]
+        sums += np.uint64(size * self._size_factor & (1 << 64) - 1)
+        hashes = _mixed(sums)
+        mark = hashes & ~_FLAGS
         mark[mark == 0] = _LEAST_MARK
-        buckets = np.uint64(len(self.cells))
-        first = ((sums[:, 1] >> _HALF) * buckets) >> _HALF
-        second = ((sums[:, 1] & _LOW) * buckets) >> _HALF
+        buckets, places = np.uint64(len(self.cells)), _mixed(hashes)
+        first = ((places >> _HALF) * buckets) >> _HALF
+        second = ((places & _LOW) * buckets) >> _HALF
         return mark, first.astype(np.int64), second.astype(np.int64)
 
     def set(self, words: U64, size: int, flags: U64, there: npt.NDArray[np.bool_]) -> bool:
