@@ -45,7 +45,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 _HALF, _ROTATED = np.uint64(32), np.uint64(29)
 _SCANNED_AT_ONCE = 1 << 14
 _ADDED_AT_ONCE = 1 << 9
-_NEXT_STEP_S = 0.001
+_NEXT_STEP_S = 0.004  # a step takes a tenth of it: requests are not to wait for a table that is filled
 
 
 def table_bytes(rows: int) -> int:
