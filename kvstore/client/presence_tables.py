@@ -5,6 +5,7 @@ Not covered: when a table is asked for, and what a lookup makes of it (`calls.pr
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -17,6 +18,9 @@ ABSENT = 0xFF
 
 _AGAIN_S = 1.0
 """The daemon is asked for a table of a namespace at most once in this time (s)."""
+
+HEARD_S = 1.0
+"""Tables answer within this time (s) after an answer of the daemon. Then a request shows whether it runs."""
 
 _OWN = bytes(flags if flags == ABSENT else flags & PRESENCE_TIER for flags in range(256))
 _FOREIGN = bytes(ABSENT if flags & PRESENCE_HIDDEN else tier for flags, tier in enumerate(_OWN))
@@ -60,8 +64,18 @@ class PresenceTables:
     """The tables of one run of the daemon, by the fingerprint of the namespace."""
 
     def __init__(self) -> None:
+        self._heard_s = -math.inf
         self._tables: dict[bytes, PresenceTable] = {}
         self._asked_s: dict[bytes, float] = {}
+
+    def heard(self) -> None:
+        """Notes that the daemon has answered."""
+        self._heard_s = time.monotonic()
+
+    @property
+    def are_current(self) -> bool:
+        """Whether the daemon has answered just now. One that hangs has tables, but serves no block."""
+        return time.monotonic() - self._heard_s < HEARD_S
 
     def get(self, namespace: bytes) -> PresenceTable | None:
         """Returns the table of a namespace if it is mapped. Forgets a retired one."""

@@ -181,6 +181,7 @@ class ProtocolState:
         """
         if not data:
             raise ConnectionResetError("the daemon closed the connection")
+        self.maps.presence.heard()
         for message in self._frames.feed(data):
             if isinstance(message, m.Failure):
                 raise RemoteProtocolError(message.why, message.hint)

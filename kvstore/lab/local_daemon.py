@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -135,9 +136,14 @@ class LocalDaemon:
             raise KVStoreError(f"the daemon stopped with exit code {code}", self.log_tail())
 
     def kill(self) -> None:
-        """Sends SIGKILL, as a crash would. `start` starts the next daemon."""
+        """Sends SIGKILL, as a crash would, and waits for the end. `start` starts the next daemon."""
         if self._supervised and self._pid:
-            os.kill(self._pid, signal.SIGKILL)
+            handle = os.pidfd_open(self._pid)
+            try:
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+                select.select([handle], [], [])
+            finally:
+                os.close(handle)
             self._last_pid, self._pid = self._pid, 0
         elif not self._supervised:
             self._end()

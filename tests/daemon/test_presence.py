@@ -7,6 +7,7 @@ import fcntl
 import mmap
 import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 
 from kvstore import AsyncClient, Client, native
-from kvstore.client import connection
+from kvstore.client import connection, presence_tables
 from kvstore.client.aio import AsyncConnection
 from kvstore.client.estimates import Estimate, StoredPrefix
 from kvstore.client.sync import Connection
@@ -59,7 +60,8 @@ def client(daemon: LocalDaemon) -> Iterator[Client]:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The requests that clients send, by name."""
+    """The requests that clients send, by name. None is sent to see whether the daemon hangs."""
+    monkeypatch.setattr(presence_tables, "HEARD_S", 60.0)
     sent: list[str] = []
 
     def watched(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -206,6 +208,22 @@ def test_a_killed_daemon_answers_nothing_more() -> None:
         assert ns.lookup(KEYS) == 5, "DRAM was lost, and the table of it"
         with_table(client, ns)
         assert ns.lookup(KEYS) == 5
+
+
+def test_a_daemon_that_hangs_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(presence_tables, "HEARD_S", 0.2)
+    with LocalDaemon(SMALL) as daemon, Client(daemon.url, deadline_s=5) as client:
+        ns = client.namespace(new_layout())
+        ns.put(KEYS, payloads(KEYS))
+        with_table(client, ns)
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            time.sleep(0.2)
+            assert ns.lookup(KEYS, deadline_s=0.1) == 0, "it would not serve what its table has"
+            assert not ns.contains(KEYS, deadline_s=0.1).any()
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        eventually(lambda: ns.lookup(KEYS) == len(KEYS))
 
 
 def test_a_table_that_grows_is_replaced(client: Client, asked: list[str]) -> None:

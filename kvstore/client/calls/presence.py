@@ -67,8 +67,9 @@ def find_tiers(
     With `leading`, of the keys before the first absent one. Raises ConnectionResetError if the connection has
     ended: the tables of a daemon that is gone are not updated.
     """
-    table = exchange.protocol.maps.presence.get(fingerprint)
-    if table is None:
+    tables = exchange.protocol.maps.presence
+    table = tables.get(fingerprint)
+    if table is None or not tables.are_current:
         return None
     if exchange.connection.ended():
         raise ConnectionResetError("the daemon closed the connection")
