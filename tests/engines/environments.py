@@ -24,7 +24,9 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 ENGINES = sorted(file.parent.name for file in HERE.glob("*/requirements.txt"))
 NONE_SELECTED = 5
-RUNS = {"vllm": (["--numprocesses=2", "--dist=loadfile", "-m", "not alone"], ["-m", "alone"])}
+_SIDE_BY_SIDE = ["--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder"]
+"""By default, files with few tests come last, which are the longest: one process would wait for the other."""
+RUNS = {"vllm": ([*_SIDE_BY_SIDE, "-m", "not alone"], ["-m", "alone"])}
 """Options of each run of pytest for an engine. Starting an engine, as tests of vLLM do, takes one core."""
 
 
