@@ -217,11 +217,14 @@ class PresenceTables(Job):
         return flags, there
 
     def _step(self, now: float) -> None:
-        """Fills the first table that is not full yet by some more rows."""
-        filling = [table for table in self.tables.values() if table.row < self._blocks.capacity]
-        if filling:
-            self._fill(filling[0])
-        self._next_step = now + _NEXT_STEP_S if filling else math.inf
+        """Fills a table by some more rows."""
+        if table := self._filling():
+            self._fill(table)
+        self._next_step = now + _NEXT_STEP_S if self._filling() else math.inf
+
+    def _filling(self) -> PresenceTable | None:
+        """Returns the first table that is not full yet."""
+        return next((table for table in self.tables.values() if table.row < self._blocks.capacity), None)
 
     def _fill(self, table: PresenceTable) -> None:
         blocks, first = self._blocks, table.row
