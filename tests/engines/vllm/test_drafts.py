@@ -121,7 +121,8 @@ def test_a_draft_finds_its_kv(case: Drafted, own: LocalDaemon) -> None:
             answers, found, others = asks(second)
             assert found == hit
             assert [tokens for tokens, _ in answers] == [tokens for tokens, _ in expected]
-            assert (others != accepted) is case.depends
+            # Where it does not, a random draft may guess one token more or less.
+            assert others != accepted or not case.depends
 
 
 def zero_the_drafts_kv(engine: Engine, url: str) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+
 from kvstore import Client
+from kvstore.client.connection import REPORT_S
 from kvstore.lab.local_daemon import LocalDaemon
 from tests.daemon.hits import conversations, counted, figures, since
 from tests.daemons import eventually
@@ -38,6 +41,7 @@ def test_requests_one_after_another(engine: Engine, daemon: LocalDaemon) -> None
         stored.update(blocks)
     assert 0.3 < truth["found"] / truth["requested"] < 0.8
     with Client(daemon.url, deadline_s=30, strict=True) as client:
+        time.sleep(1.5 * REPORT_S)  # of earlier lookups, see `LookedUp`
         before, tokens_before = figures(client), figures(client, "tokens")
         for tokens in prompts:
             engine.fresh([tokens], max_tokens=1)
@@ -53,9 +57,11 @@ def test_polled_preempted_and_concurrent_requests(engine: Engine, daemon: LocalD
     blocks = sum(len(blocks_of(tokens)) for tokens in prompts)
     with Client(daemon.url, deadline_s=30, strict=True) as client, engine.instead(**little):
         engine.fresh(prompts, max_tokens=1)
+        time.sleep(1.5 * REPORT_S)
         before = figures(client)
         engine.fresh(prompts, max_tokens=96)
         assert engine("preemptions") > 0
         eventually(lambda: not client.status()["leases"])
+        time.sleep(1.5 * REPORT_S)
         counts = since(before, figures(client))
         assert (counts["requested"], counts["found"]) == (blocks, blocks)

@@ -30,6 +30,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from vllm.distributed.kv_events import BlockStored
 
 from kvstore import Client, ExceptionBarrier, Layout
+from kvstore.client.presence_tables import HEARD_S
 from kvstore.lab.local_daemon import LocalDaemon
 from kvstore_vllm import metrics
 from kvstore_vllm.lookup import Lookup
@@ -497,6 +498,8 @@ def test_a_stopped_daemon_is_seen_in_the_reasons_of_misses(served: Served) -> No
     before, whole = served.shown(), full_blocks(300)
     os.kill(served.daemon.pid, signal.SIGSTOP)
     try:
+        # Until then the daemon's presence tables are believed: the prompt would be a plain miss.
+        time.sleep(HEARD_S)
         served.ask(prompt(920, 300))
         late = {"kvstore_asked_tokens_total": whole, "kvstore_missed_tokens_total:late": whole}
         served.wait(before, late)
