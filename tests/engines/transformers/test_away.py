@@ -84,7 +84,9 @@ def test_a_stopped_daemon_delays_a_call_up_to_its_deadline(own_daemon: LocalDaem
         assert restored(cache, alone) == 0
         os.kill(own_daemon.pid, signal.SIGSTOP)
         try:
-            time.sleep(HEARD_S)  # until then its presence tables are believed, and blocks are asked for in vain
+            time.sleep(
+                HEARD_S
+            )  # until then its presence tables are believed, and blocks are asked for in vain
             started_s = time.monotonic()
             assert same_bits(generated(cache, *prompts), batch_alone)
             took_s = time.monotonic() - started_s
