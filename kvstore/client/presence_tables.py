@@ -90,9 +90,11 @@ class PresenceTables:
         now = time.monotonic()
         if self.get(namespace) is not None or now < self._asked_s.get(namespace, -_AGAIN_S) + _AGAIN_S:
             return False
+        self._asked_s = {name: at for name, at in self._asked_s.items() if now < at + _AGAIN_S}
         self._asked_s[namespace] = now
         return True
 
     def add(self, namespace: bytes, table: PresenceTable) -> None:
-        """Keeps a mapped table."""
+        """Keeps a mapped table. Forgets retired ones: their namespaces may never be asked about again."""
+        self._tables = {name: each for name, each in self._tables.items() if not each.is_retired}
         self._tables[namespace] = table

@@ -173,7 +173,9 @@ class PresenceTables(Job):
         if not self.tables:
             return
         if tier:
-            rows = rows[self._blocks.slot[0, rows] < 0]  # whatever happens below DRAM, DRAM serves these
+            rows = rows[self._blocks.slot[0, rows] < 0]  # whatever happens below DRAM, DRAM serves the others
+        if not len(rows):
+            return
         for namespace, some in self._namespaces.split(rows):
             table = self.tables.get(namespace.number)
             if table is not None:

@@ -26,13 +26,13 @@ HEADS = {"eagle": make_eagle, "eagle3": make_eagle3}
 class Drafted:
     """A model with a draft. `dropped`: tokens that vLLM drops at the end of a hit.
 
-    `depends`: what the draft says depends on its KV of the prompt.
+    `depends`: what the draft says depends on its KV of the prompt. None: on some CPUs.
     """
 
     model: Path
     options: dict[str, Any]
     dropped: int = 0
-    depends: bool = True
+    depends: bool | None = True
 
 
 def drafted(model: Path, method: str, draft: Path, dropped: int = 0, **options: Any) -> Drafted:
@@ -73,7 +73,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     # vLLM wants all layers of a draft in one group.
     draft = model | {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
     small = like(replace(shape, config=draft).save(folder / "draft"), saved)
-    return replace(drafted(saved, "draft_model", small, **shape.engine), depends=False)
+    # A draft that is never right guesses a token without its KV where bfloat16 is rounded by the CPU itself.
+    return replace(drafted(saved, "draft_model", small, **shape.engine), depends=None)
 
 
 def repeating(model: Path) -> Path:
@@ -121,8 +122,7 @@ def test_a_draft_finds_its_kv(case: Drafted, own: LocalDaemon) -> None:
             answers, found, others = asks(second)
             assert found == hit
             assert [tokens for tokens, _ in answers] == [tokens for tokens, _ in expected]
-            # Where it does not, a random draft may guess one token more or less.
-            assert others != accepted or not case.depends
+            assert case.depends is None or (others != accepted) is case.depends
 
 
 def zero_the_drafts_kv(engine: Engine, url: str) -> None:
