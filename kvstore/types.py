@@ -22,6 +22,8 @@ Key: TypeAlias = bytes
 """Opaque bytes that identify a block's tokens and all earlier tokens, 1 to `MAX_KEY_BYTES` long."""
 
 MAX_KEY_BYTES = 64
+MOST_TIERS = 16
+"""Tier instances in one run of a daemon, including removed devices."""
 MAX_BLOCK_BYTES = 64 << 20
 ALIGN = 4096
 """Slots start and end at multiples of this, as direct I/O and GPU copies require."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvstore.client.extents import Maps
 from kvstore.errors import RemoteProtocolError, printable
-from kvstore.types import Layout
+from kvstore.types import MOST_TIERS, Layout
 from kvstore.wire import messages as m
 from kvstore.wire.frames import DEFAULT_FRAME_BYTES, Frames, pack
 
@@ -158,7 +158,7 @@ class ProtocolState:
     def add_report(self, namespace: int, asks: int, tiers: bytes) -> None:
         """Adds a lookup that needed no request: of `asks` new blocks, and of blocks found in these tiers."""
         with self._reports_lock:
-            counts = self._reports.setdefault(namespace, [0] * (m.MAX_TIERS + 1))
+            counts = self._reports.setdefault(namespace, [0] * (MOST_TIERS + 1))
             counts[-1] += asks
             for tier in set(tiers):
                 counts[tier] += tiers.count(tier)
@@ -170,7 +170,7 @@ class ProtocolState:
         with self._reports_lock:
             reports, self._reports = self._reports, {}
         return b"".join(
-            pack(m.LookedUp(namespace, asks, struct.pack(f"<{m.MAX_TIERS}I", *found)), version=self.version)
+            pack(m.LookedUp(namespace, asks, struct.pack(f"<{MOST_TIERS}I", *found)), version=self.version)
             for namespace, (*found, asks) in reports.items()
         )
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar, dataclass_transform, get_type_hints
 import msgpack
 
 from kvstore.errors import LocalProtocolError, RemoteProtocolError
-from kvstore.types import MAX_KEY_BYTES
+from kvstore.types import MAX_KEY_BYTES, MOST_TIERS
 
 VERSION = 12
 """The newest version of the wire."""
@@ -35,8 +35,6 @@ NAMESPACES = 1024
 """Namespaces that the daemon remembers for one connection: the last used ones."""
 MAX_PROMPT_BLOCKS = 1 << 20
 """The most blocks of one prompt that are counted."""
-MAX_TIERS = 16
-"""The most tier instances of a daemon."""
 LOW, NORMAL, HIGH = range(3)
 """Priorities of a hint."""
 REQUEST_RECORD = struct.Struct("<dII")
@@ -544,7 +542,7 @@ class LookedUp:
     found: bytes
 
     def validate(self) -> None:
-        if len(self.found) % 4 or len(self.found) > 4 * MAX_TIERS:
+        if len(self.found) % 4 or len(self.found) > 4 * MOST_TIERS:
             raise RemoteProtocolError(f"{len(self.found)} bytes of blocks found", "a u32 for each tier")
 
 

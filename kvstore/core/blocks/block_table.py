@@ -13,16 +13,13 @@ import numpy.typing as npt
 
 from kvstore.columns import zeros
 from kvstore.core.blocks.key_batch import Keys
-from kvstore.types import MAX_KEY_BYTES
+from kvstore.types import MAX_KEY_BYTES, MOST_TIERS
 
 _NAMESPACES = 1 << 16
 
 KEY_INFO = np.dtype([("namespace", "<u2"), ("key_bytes", "u1"), ("zero", "u1")])
 
 FREE, RESERVED, LIVE, HOLE = range(4)
-
-MOST_TIERS = 16
-"""Tier instances in one run, including removed devices. Presence tables and the wire number no more."""
 
 Rows = npt.NDArray[np.int64]
 Picked = slice | Rows

@@ -14,13 +14,13 @@ import numpy as np
 
 from kvstore.core import events as ev
 from kvstore.core.actions import DeviceAdded, DeviceRemoved
-from kvstore.core.blocks.block_table import MOST_TIERS
 from kvstore.core.jobs import Job
 from kvstore.core.queues.device_queue import DRAINING, FENCED, TierSpec
 from kvstore.core.reconfiguration.resizing import Resizing
 from kvstore.core.residency.decision_log import DecisionKind
 from kvstore.core.residency.residency import Residency
 from kvstore.core.transfers.copy_queue import Arrived, CopyQueue
+from kvstore.types import MOST_TIERS
 
 _ROWS_AT_ONCE = 1 << 17
 _SCANNED_AT_ONCE = 1 << 15

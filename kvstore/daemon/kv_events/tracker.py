@@ -19,7 +19,6 @@ from typing import Any
 from kvstore.config import Events
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
-from kvstore.core.blocks.block_table import MOST_TIERS
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.daemon.kv_events.publisher import CLEARED, Event, Publisher, Removed, Stored
 from kvstore.daemon.runtime.executor import Executor
@@ -27,7 +26,7 @@ from kvstore.daemon.runtime.problems import Problems
 from kvstore.daemon.tenancy.auth import Authenticator
 from kvstore.daemon.tenancy.namespaces import NamespaceEntry, Namespaces
 from kvstore.errors import KVStoreError
-from kvstore.types import Tier
+from kvstore.types import MOST_TIERS, Tier
 
 _MEDIA = {Tier.HBM: "GPU", Tier.DRAM: "CPU", Tier.NVME: "DISK"}
 """Names of media in events. Any other tier is EXTERNAL."""
