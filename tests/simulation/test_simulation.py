@@ -389,7 +389,7 @@ CAUGHT_AS = {
     late_records: (RECORDS, FORGOTTEN, WRONG, LOST, SOUND),  # SOUND: of a namespace that was forgotten
     trusting_readers: (WRONG,),
     readable_leftovers: (SOUND,),
-    hasty_answers: (FORGOTTEN, WRONG),
+    hasty_answers: (FORGOTTEN, WRONG, RECORDS),  # RECORDS: an extent is gone, and its records are not
     half_invalidations: ("AssertionError in _read", FORGOTTEN, RECORDS, WRONG, SOUND),
     no_alarm: ("answered in time",),
     leases_for_ever: ("nothing is held in the end", "it works again when faults end"),
