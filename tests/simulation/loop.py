@@ -45,6 +45,7 @@ class Loop:
         self.now = 1000.0
         self.dice = dice
         self.steps = 0
+        self.steps_at_once = 0  # since time went on
         self.log = log
         self._heap: list[tuple[float, int, Timer]] = []
         self._last = 0
@@ -71,6 +72,7 @@ class Loop:
             _, _, timer = heapq.heappop(self._heap)
             if timer.call is None or not timer.owner.alive:
                 continue
+            self.steps_at_once = self.steps_at_once + 1 if timer.time == self.now else 0
             self.now = timer.time
             self.steps += 1
             call = timer.call

@@ -36,6 +36,7 @@ from tests.simulation.seams import in_simulation
 
 KILL, POWER, STOP = "kill", "power cut", "stop"
 _AUDIT_EVERY = 25
+_AT_ONCE = 20_000  # callbacks at one time: more are a loop without end
 _REST_S = 400.0
 _FINGERPRINTS = [space.fingerprint for space in SPACES]
 
@@ -552,6 +553,8 @@ class World:
         if not self.loop.step(until):
             self.loop.now = max(self.loop.now, until if until != float("inf") else self.loop.now)
             return self.life is None
+        if self.loop.steps_at_once > _AT_ONCE:
+            self.fail("time goes on", f"{_AT_ONCE} callbacks at {self.loop.now:.6f}")
         if self._turns is not None:
             self._look_at_generations(self._turns)
         if self.life is not None and self.life.stopped:

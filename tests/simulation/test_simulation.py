@@ -297,7 +297,7 @@ def blocks_for_ever(patch: Patch) -> None:
 
 def endless_fence(patch: Patch) -> None:
     """A failing device stays closed for writing for ever, and nothing leaves memory."""
-    patch.setattr(Transfers, "pump", lambda self: None)
+    patch.setattr(Transfers, "_write_some", lambda self, waiting: False)
     patch.setattr(Eviction, "_take_over", lambda self, tier, pool: None)
     patch.setattr(Eviction, "_leaf_first", lambda self, rows: np.zeros(len(rows), np.bool_))
 
