@@ -18,6 +18,7 @@ from typing import Any
 from kvstore.client.extents import Maps
 from kvstore.client.protocol import POST_WAIT_S, ProtocolState
 from kvstore.errors import RemoteProtocolError, UnavailableError, printable
+from kvstore.types import Key
 
 _log = logging.getLogger(__name__)
 
@@ -125,6 +126,11 @@ class BaseConnection:
         if not self.closed and os.getpid() == self.pid:
             self._post(self.protocol.post(message))
 
+    @property
+    def lags(self) -> bool:
+        """Whether the daemon has not taken all messages yet."""
+        return bool(self._outbox)
+
     def report(self, namespace: int, asks: int, tiers: bytes) -> None:
         """Reports a lookup that needed no request: with the next message, at latest after `REPORT_S`.
 
@@ -132,7 +138,17 @@ class BaseConnection:
         """
         if not asks and not tiers:
             return
-        self.protocol.add_report(namespace, asks, tiers)
+        self.protocol.reports.add_lookup(namespace, asks, tiers)
+        self._report_soon()
+
+    def report_read(self, namespace: int, keys: Sequence[Key], key_bytes: int) -> None:
+        """Reports blocks that were read without a request, as `report` does: soon if there are many."""
+        if self.protocol.reports.add_read(namespace, keys, key_bytes):
+            self._report_soon()
+        else:
+            self.send_reports()
+
+    def _report_soon(self) -> None:
         if not self._reports_due:
             self._reports_due = True
             with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
@@ -141,7 +157,7 @@ class BaseConnection:
     def send_reports(self) -> None:
         """Sends the waiting reports."""
         self._reports_due = False
-        if not self.closed and os.getpid() == self.pid and (frames := self.protocol.reports()):
+        if not self.closed and os.getpid() == self.pid and (frames := self.protocol.reported()):
             self._post(frames)
 
     def _report_later(self) -> None:

@@ -23,6 +23,8 @@ from kvstore.cuda.errors import CudaError
 from kvstore.errors import KVStoreError
 from kvstore.types import Geometry
 
+U64 = npt.NDArray[np.uint64]
+
 _log = logging.getLogger(__name__)
 
 
@@ -32,9 +34,9 @@ class MappedExtent:
     def __init__(self, mapping: Mapping) -> None:
         self.mapping = mapping
         self._registered = False
-        self._tables: dict[int, tuple[int, npt.NDArray[np.uint64]]] = {}
+        self._tables: dict[int, tuple[int, U64]] = {}
 
-    def _table(self, slot_bytes: int) -> tuple[int, npt.NDArray[np.uint64]]:
+    def _table(self, slot_bytes: int) -> tuple[int, U64]:
         """Returns the offset of the payloads, and a view of the versions of all slots."""
         known = self._tables.get(slot_bytes)
         if known is None:
@@ -52,9 +54,14 @@ class MappedExtent:
         start = self._table(slot_bytes)[0] + index * slot_bytes
         return self.mapping.view[start : start + nbytes]
 
-    def versions(self, slot_bytes: int, indices: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    def versions(self, slot_bytes: int, indices: U64) -> U64:
         """Returns the versions in the headers of slots, each by one aligned and so atomic 8-byte load."""
         return self._table(slot_bytes)[1][indices]
+
+    def slots(self, slot_bytes: int) -> tuple[memoryview, int, int]:
+        """Returns the whole extent, where in it the payload of slot 0 starts, and the number of slots."""
+        offset, versions = self._table(slot_bytes)
+        return self.mapping.view, offset, len(versions)
 
     def register(self, gpu: Gpu) -> None:
         """Registers the extent with CUDA, once: this makes copies between it and GPUs fast."""

@@ -29,11 +29,12 @@ _FOREIGN = bytes(ABSENT if flags & PRESENCE_HIDDEN else tier for flags, tier in 
 class PresenceTable:
     """The table of one namespace. `network`: keys that it does not have may be on the network.
 
-    `foreign`: the namespace is another tenant's.
+    `foreign`: the namespace is another tenant's. `slot_bytes`: the size of its slots in DRAM.
     """
 
-    def __init__(self, mapping: Mapping, foreign: bool, network: bool) -> None:
+    def __init__(self, mapping: Mapping, foreign: bool, network: bool, slot_bytes: int) -> None:
         self.network = network
+        self.slot_bytes = slot_bytes
         self._meaning = _FOREIGN if foreign else _OWN
         self._memory = mapping.view
         self._state = mapping.view[:8].cast("Q")
@@ -58,6 +59,22 @@ class PresenceTable:
         tiers = flags.translate(self._meaning)
         end = tiers.find(ABSENT) if leading else -1
         return tiers if end < 0 else tiers[:end]
+
+    def places(self, keys: Sequence[Key]) -> tuple[bytes, bytes] | None:
+        """Returns the tiers of the keys before the first absent one, and where in DRAM each was last.
+
+        A place is a u64, see `SLOT_RECORD`. None: only the daemon can tell.
+        """
+        assert native.places is not None
+        try:
+            found = native.places(self._memory, keys if type(keys) is list else list(keys))
+        except (TypeError, ValueError):
+            return None
+        if found is None:
+            return None
+        tiers = found[0].translate(self._meaning)
+        end = tiers.find(ABSENT)
+        return tiers if end < 0 else tiers[:end], found[1]
 
 
 class PresenceTables:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import logging
 import struct
 import threading
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Sequence
 from typing import Any
 
 from kvstore.client.extents import Maps
 from kvstore.errors import RemoteProtocolError, printable
-from kvstore.types import MOST_TIERS, Layout
+from kvstore.types import MOST_TIERS, Key, Layout
 from kvstore.wire import messages as m
 from kvstore.wire.frames import DEFAULT_FRAME_BYTES, Frames, pack
 
@@ -31,6 +32,11 @@ POST_WAIT_S = 5.0
 
 POST_BYTES = 256 << 10
 """Most bytes of waiting posts of one connection."""
+
+_KEYS_WAIT = 1024
+"""Reports of blocks that were read wait while they have fewer keys."""
+
+_MOST_BLOCKS = (1 << 32) - 1
 
 
 class Outbox:
@@ -90,6 +96,52 @@ class Outbox:
             self._post_bytes = 0
 
 
+class Reports:
+    """What the daemon is told of calls that needed no request, by number of the namespace. Thread-safe."""
+
+    def __init__(self) -> None:
+        # Reentrant, as that of the outbox.
+        self._lock = threading.RLock()
+        self._lookups: dict[int, list[int]] = {}
+        self._reads: dict[tuple[int, int], dict[Key, None]] = {}
+        self._blocks = Counter[tuple[int, int]]()
+
+    def add_lookup(self, namespace: int, asks: int, tiers: bytes) -> None:
+        """Adds a lookup: of `asks` new blocks, and of blocks found in these tiers."""
+        with self._lock:
+            counts = self._lookups.setdefault(namespace, [0] * (MOST_TIERS + 1))
+            counts[-1] += asks
+            for tier in set(tiers):
+                counts[tier] += tiers.count(tier)
+
+    def add_read(self, namespace: int, keys: Sequence[Key], key_bytes: int) -> bool:
+        """Adds blocks that were read. Returns False if the reports have become too long to wait."""
+        with self._lock:
+            known = self._reads.setdefault((namespace, key_bytes), {})
+            known.update(dict.fromkeys(keys))
+            self._blocks[namespace, key_bytes] += len(keys)
+            return len(known) < _KEYS_WAIT
+
+    def take(self, batch_keys: int) -> list[Any]:
+        """Returns the messages of all reports, which wait no longer."""
+        if not self._lookups and not self._reads:
+            return []
+        with self._lock:
+            lookups, reads, blocks = self._lookups, self._reads, self._blocks
+            self._lookups, self._reads, self._blocks = {}, {}, Counter()
+        messages: list[Any] = [
+            m.LookedUp(namespace, asks, struct.pack(f"<{MOST_TIERS}I", *found))
+            for namespace, (*found, asks) in lookups.items()
+        ]
+        for (namespace, size), known in reads.items():
+            keys = b"".join(known)
+            for at in range(0, len(keys), batch_keys * size):
+                part = keys[at : at + batch_keys * size]
+                n = blocks.pop((namespace, size), 0)  # all in the first message
+                messages.append(m.BlocksRead(namespace, size, part, min(n, _MOST_BLOCKS)))
+        return messages
+
+
 class ProtocolState:
     """The state of one connection. `send` and `receive` convert messages to bytes and back.
 
@@ -109,9 +161,7 @@ class ProtocolState:
         self._received: deque[Any] = deque()
         self._token = token
         self._last_id = 0
-        # Reentrant, as that of the outbox.
-        self._reports_lock = threading.RLock()
-        self._reports: dict[int, list[int]] = {}
+        self.reports = Reports()
 
     def namespace(self, name: _Name) -> _Opened | None:
         """Returns the open namespace of this name, None if it must be opened first."""
@@ -149,30 +199,16 @@ class ProtocolState:
         """Returns the bytes of a request, after those of waiting reports. Sets its id."""
         self._last_id += 1
         message.id = self._last_id
-        return self.reports() + pack(message, self.frame_bytes, self.version)
+        return self.reported() + pack(message, self.frame_bytes, self.version)
 
     def post(self, message: Any) -> bytes:
         """Returns the bytes of a message without an answer, after those of waiting reports."""
-        return self.reports() + pack(message, self.frame_bytes, self.version)
+        return self.reported() + pack(message, self.frame_bytes, self.version)
 
-    def add_report(self, namespace: int, asks: int, tiers: bytes) -> None:
-        """Adds a lookup that needed no request: of `asks` new blocks, and of blocks found in these tiers."""
-        with self._reports_lock:
-            counts = self._reports.setdefault(namespace, [0] * (MOST_TIERS + 1))
-            counts[-1] += asks
-            for tier in set(tiers):
-                counts[tier] += tiers.count(tier)
-
-    def reports(self) -> bytes:
+    def reported(self) -> bytes:
         """Returns the bytes of the waiting reports, which wait no longer."""
-        if not self._reports:
-            return b""
-        with self._reports_lock:
-            reports, self._reports = self._reports, {}
-        return b"".join(
-            pack(m.LookedUp(namespace, asks, struct.pack(f"<{MOST_TIERS}I", *found)), version=self.version)
-            for namespace, (*found, asks) in reports.items()
-        )
+        messages = self.reports.take(self.batch_keys)
+        return b"".join(pack(each, self.frame_bytes, self.version) for each in messages)
 
     def receive(self, data: bytes) -> Any:
         """Returns the first message that is complete with `data` and not returned yet, or None.

@@ -279,6 +279,15 @@ class Lookup(KeyedRequest):
 
 
 @dataclass(slots=True)
+class BlocksRead(Event):
+    """Blocks with these keys were read from DRAM without a request, `blocks` with repetitions. No answer."""
+
+    namespace: int
+    keys: Keys
+    blocks: int
+
+
+@dataclass(slots=True)
 class Contains(KeyedRequest):
     """Asks which of the keys are stored, each for itself. Not a use of the blocks."""
 

@@ -94,20 +94,21 @@ def _check_rows(r: Residency) -> None:
 
 
 def _check_presence(r: Residency) -> None:
-    """Each presence table has exactly the readable rows, with the tiers that would serve them."""
+    """Each presence table has exactly the readable rows, with the tiers and places that would serve them."""
     b = r.blocks
     for number, table in r.presence.tables.items():
         assert r.namespaces.get(number) is table.namespace, "a presence table of another namespace"
         mine = (b.namespace == number) & (b.state == LIVE)
         rows = np.flatnonzero(mine[: min(table.row, b.capacity)])
-        flags, there = r.presence.flags_of(table.namespace, rows)
+        flags, there, places = r.presence.cells_of(table.namespace, rows)
         assert there.all(), "a live block without a copy"
         for size in np.unique(b.key_bytes[rows]).tolist():
             some = b.key_bytes[rows] == size
             mark, first, second = table.hash(b.words[rows[some]], size)
             near = np.hstack((table.cells[first], table.cells[second]))
-            cell = (mark | flags[some])[:, None]
-            assert (near == cell).any(axis=1).all(), "a readable block is not in the presence table as it is"
+            near_places = np.hstack((table.places[first], table.places[second]))
+            here = (near == (mark | flags[some])[:, None]) & (near_places == places[some][:, None])
+            assert here.any(axis=1).all(), "a readable block is not in the presence table as it is"
         used = np.count_nonzero(table.cells)
         assert used == table.count == len(rows), "a presence table has other blocks, or miscounts them"
         ready = table.row >= b.capacity and not r.topology.out_of_reach

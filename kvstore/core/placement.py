@@ -124,6 +124,7 @@ class Placement:
             ev.Acquire: reads.acquire,
             ev.Release: reads.release,
             ev.Lookup: reads.lookup,
+            ev.BlocksRead: reads.blocks_read,
             ev.Contains: reads.contains,
             ev.Prefetch: reads.prefetch,
             ev.Pin: pins.pin,

@@ -293,6 +293,10 @@ class View:
         """Returns the bytes of a new presence table of a namespace; 0 if it can have none."""
         return self._residency.presence.bytes_for(namespace)
 
+    def slot_bytes(self, namespace: int) -> int:
+        """Returns the size of the slots of a namespace in DRAM."""
+        return self._residency.namespaces[namespace].pools[0].slot_bytes
+
     def parents(self, namespace: int, keys: Keys) -> list[bytes]:
         """Returns the parent key of each key, empty for roots and for unknown keys."""
         blocks = self._residency.blocks

@@ -22,11 +22,11 @@ except ImportError as error:
     IMPLEMENTATION, WHY_NOT = "numpy and xxhash", str(error)
     copy, copy_in, copy_out = portable.copy, portable.copy_in, portable.copy_out
     sums, checksum = portable.sums, portable.checksum
-    presence = None
+    presence = places = read_slots = None
 else:
     IMPLEMENTATION, WHY_NOT = f"native, {_native.instruction_set()}", ""
     copy, sums, checksum = _native.copy, _native.sums, _native.checksum
-    presence = _native.presence
+    presence, places, read_slots = _native.presence, _native.places, _native.read_slots
     # Its sum is that of both sides: each byte is read once.
     copy_in = copy_out = _native.copy_and_sum
 
@@ -40,7 +40,9 @@ __all__ = [
     "copy_in",
     "copy_out",
     "pieces",
+    "places",
     "presence",
+    "read_slots",
     "sums",
     "whole",
 ]

@@ -15,4 +15,28 @@ def presence(table: Any, keys: list[bytes], leading: bool) -> bytes | None:
     bytes of one length, and ValueError for memory that is no table.
     """
 
+def places(table: Any, keys: list[bytes]) -> tuple[bytes, bytes] | None:
+    """Returns the flags of the keys before the first absent one, and the place of each as a u64.
+
+    A place is the extent and the slot in DRAM where the block was last, as in `SLOT_RECORD`; 0: in none.
+    Raises as `presence` does.
+    """
+
+def read_slots(
+    target: Any,
+    extents: Sequence[tuple[int, Any, int, int]],
+    places: bytes,
+    keys: list[bytes],
+    namespace: bytes,
+    block_bytes: int,
+    slot_bytes: int,
+) -> int:
+    """Copies blocks from slots that no lease holds to `target`, one after another, without the GIL.
+
+    An extent is its number, its memory, the offset of its payloads and its number of slots. `places`: a u64
+    for each block, as the function `places` has them. Returns how many leading blocks are there and match
+    their checksums; the bytes behind them are undefined. Raises ValueError or TypeError for what does not fit
+    together.
+    """
+
 def sums(sources: Sequence[Any], table: Any) -> None: ...

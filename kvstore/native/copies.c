@@ -1,4 +1,5 @@
 /* Copies and checksums of batches. The table, its rules and its errors: pieces.py and portable.py. */
+#include "copies.h"
 #include "kvstore_native.h"
 #include "rows.h"
 
@@ -151,6 +152,31 @@ static uint64_t bytes_before_end(uint64_t length)
     return rows * XXH3_ROW;
 }
 
+static void begin_block(progress *block, uint64_t length, uint64_t seed)
+{
+    xxh3_start(&block->hash, seed);
+    block->left = bytes_before_end(length);
+    block->held = 0;
+}
+
+uint64_t copy_block(uint8_t *target, const uint8_t *source, uint64_t length, uint64_t seed)
+{
+    progress block;
+    begin_block(&block, length, seed);
+    add_piece(&block, target, source, length);
+    return xxh3_finish(&block.hash, length, block.end, block.held);
+}
+
+uint64_t sum_bytes(const uint8_t *bytes, uint64_t length, uint64_t seed)
+{
+    return copy_block(NULL, bytes, length, seed);
+}
+
+void copies_done(void)
+{
+    rows->fence();
+}
+
 /* Copies and hashes one block. Returns its number of pieces. */
 static Py_ssize_t sum_block(piece *first, const buffers *targets, const buffers *sources)
 {
@@ -159,9 +185,7 @@ static Py_ssize_t sum_block(piece *first, const buffers *targets, const buffers 
     Py_ssize_t n = 1;
     for (; first[n - 1].more; n++)
         length += first[n].length;
-    xxh3_start(&block.hash, first->seed);
-    block.left = bytes_before_end(length);
-    block.held = 0;
+    begin_block(&block, length, first->seed);
     for (piece *p = first; p < first + n; p++)
         add_piece(&block, targets == NULL ? NULL : bytes_at(targets, p->target, p->target_offset),
                   bytes_at(sources, p->source, p->source_offset), p->length);
@@ -253,18 +277,14 @@ static PyObject *checksum(PyObject *module, PyObject *args)
     Py_buffer view;
     if (!PyArg_ParseTuple(args, "OO", &payload, &seed))
         return NULL;
-    progress block;
-    xxh3_start(&block.hash, PyLong_AsUnsignedLongLongMask(seed));
+    uint64_t number = PyLong_AsUnsignedLongLongMask(seed), sum;
     if (PyErr_Occurred() || PyObject_GetBuffer(payload, &view, PyBUF_SIMPLE))
         return NULL;
-    uint64_t length = (uint64_t)view.len;
-    block.left = bytes_before_end(length);
-    block.held = 0;
     Py_BEGIN_ALLOW_THREADS
-    add_piece(&block, NULL, view.buf, length);
+    sum = sum_bytes(view.buf, (uint64_t)view.len, number);
     Py_END_ALLOW_THREADS
     PyBuffer_Release(&view);
-    return PyLong_FromUnsignedLongLong(xxh3_finish(&block.hash, length, block.end, block.held));
+    return PyLong_FromUnsignedLongLong(sum);
 }
 
 static PyObject *instruction_set_name(PyObject *module, PyObject *nothing)

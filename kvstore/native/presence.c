@@ -1,8 +1,9 @@
-/* Finds keys in a presence table. The table and its one writer: kvstore/core/residency/presence.py.
+/* Finds keys in a presence table, and where blocks are. Layout and writer: kvstore/core/residency/presence.py.
  *
  * Readers take no lock. A cell is one aligned 8-byte word, loaded at once, and says all about its key: what is
  * read while the writer changes the table was true just before or is true just after. The GIL is kept: the keys
- * are objects of Python, and to get it back may take longer than to find thousands of them.
+ * are objects of Python, and to get it back may take longer than to find thousands of them. The place of a block
+ * is a second word, which may be out of date: its reader checks what it finds there.
  */
 #include "kvstore_native.h"
 
@@ -47,8 +48,8 @@ static int open_table(presence_table *table, const Py_buffer *view)
 {
     table->head = view->buf;
     table->cells = table->head + LINE_BYTES / 8;
-    table->buckets = (uint64_t)view->len / LINE_BYTES - 1;
-    if (view->len < 2 * LINE_BYTES || (uintptr_t)view->buf % LINE_BYTES || table->buckets >> 32)
+    table->buckets = ((uint64_t)view->len / LINE_BYTES - 1) / 2;
+    if (view->len < 3 * LINE_BYTES || (uintptr_t)view->buf % LINE_BYTES || table->buckets >> 32)
         return 0;
     make_factors(table->factors, atomic_load_explicit(&table->head[1], memory_order_relaxed));
     return 1;
@@ -99,9 +100,24 @@ static uint64_t find_in(cell *bucket, uint64_t mark)
     return found;
 }
 
-/* Writes the flags of each key, 0xFF for absent ones. Returns the number of keys written: with `leading`, of
- * those before the first absent one. Returns -1 with an exception for keys that are not bytes of one length. */
-static Py_ssize_t find_keys(const presence_table *table, PyObject *keys, Py_ssize_t n, int leading, uint8_t *out)
+/* Returns the word beside the cell of a mark, 0 if the cell was removed meanwhile. */
+static uint64_t place_beside(const presence_table *table, const place *at, uint64_t mark)
+{
+    cell *buckets[] = {at->first, at->second};
+    for (int which = 0; which < 2; which++)
+        for (int way = 0; way < WAYS; way++) {
+            cell *here = buckets[which] + way;
+            if ((atomic_load_explicit(here, memory_order_relaxed) & ~FLAGS) == mark)
+                return atomic_load_explicit(here + WAYS * table->buckets, memory_order_relaxed);
+        }
+    return 0;
+}
+
+/* Writes the flags of each key, 0xFF for absent ones, and the places of those that are there unless `where` is
+ * NULL. Returns the number of keys written: with `leading`, of those before the first absent one. Returns -1 with
+ * an exception for keys that are not bytes of one length. */
+static Py_ssize_t find_keys(const presence_table *table, PyObject *keys, Py_ssize_t n, int leading, uint8_t *out,
+                            uint64_t *where)
 {
     place places[AT_ONCE];
     uint64_t found[AT_ONCE];
@@ -133,20 +149,19 @@ static Py_ssize_t find_keys(const presence_table *table, PyObject *keys, Py_ssiz
             if (!found[i] && leading)
                 return at + i;
             out[at + i] = found[i] ? (uint8_t)(found[i] & FLAGS) : 0xFF;
+            if (where != NULL)
+                where[at + i] = found[i] ? place_beside(table, &places[i], places[i].mark) : 0;
         }
     }
     return n;
 }
 
-static PyObject *presence(PyObject *module, PyObject *args)
+/* Returns the flags of n keys, None if the table cannot answer. `where` has room for their places, or is NULL. */
+static PyObject *flags_of(PyObject *memory, PyObject *keys, Py_ssize_t n, int leading, uint64_t *where)
 {
-    PyObject *memory, *keys, *result = NULL;
+    PyObject *result = NULL;
     Py_buffer view;
     presence_table table;
-    int leading;
-    if (!PyArg_ParseTuple(args, "OOp", &memory, &keys, &leading))
-        return NULL;
-    Py_ssize_t n = PyList_Size(keys);
     if (n < 0 || PyObject_GetBuffer(memory, &view, PyBUF_SIMPLE))
         return NULL;
     uint8_t *out = PyMem_Malloc((size_t)n + 1);
@@ -157,7 +172,7 @@ static PyObject *presence(PyObject *module, PyObject *args)
     } else {
         /* Acquire: the table was filled before it was ready. It must be so still after the last cell was read. */
         int ready = atomic_load_explicit(table.head, memory_order_acquire) == READY;
-        Py_ssize_t written = ready ? find_keys(&table, keys, n, leading, out) : 0;
+        Py_ssize_t written = ready ? find_keys(&table, keys, n, leading, out, where) : 0;
         atomic_thread_fence(memory_order_acquire);
         if (written >= 0 && ready && atomic_load_explicit(table.head, memory_order_relaxed) == READY)
             result = PyBytes_FromStringAndSize((char *)out, written);
@@ -169,8 +184,39 @@ static PyObject *presence(PyObject *module, PyObject *args)
     return result;
 }
 
+static PyObject *presence(PyObject *module, PyObject *args)
+{
+    PyObject *memory, *keys;
+    int leading;
+    if (!PyArg_ParseTuple(args, "OOp", &memory, &keys, &leading))
+        return NULL;
+    return flags_of(memory, keys, PyList_Size(keys), leading, NULL);
+}
+
+static PyObject *places(PyObject *module, PyObject *args)
+{
+    PyObject *memory, *keys, *result = NULL;
+    if (!PyArg_ParseTuple(args, "OO", &memory, &keys))
+        return NULL;
+    Py_ssize_t n = PyList_Size(keys);
+    if (n < 0)
+        return NULL;
+    uint64_t *where = PyMem_Calloc((size_t)n + 1, sizeof *where);
+    if (where == NULL)
+        return PyErr_NoMemory();
+    PyObject *flags = flags_of(memory, keys, n, 1, where);
+    if (flags == Py_None)
+        result = Py_NewRef(Py_None);
+    else if (flags != NULL)
+        result = Py_BuildValue("Oy#", flags, (char *)where, 8 * PyBytes_Size(flags));
+    Py_XDECREF(flags);
+    PyMem_Free(where);
+    return result;
+}
+
 static PyMethodDef functions[] = {
     {"presence", presence, METH_VARARGS, NULL},
+    {"places", places, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

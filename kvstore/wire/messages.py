@@ -521,12 +521,13 @@ class MappedPresence(_Numbered):
     """`table_bytes` is the length of the table. Its descriptor is passed with this frame. Since version 12.
 
     0: there is none now, and no descriptor. `foreign`: the namespace is another tenant's. `network`: keys
-    that are not in the table may be on the network.
+    that are not in the table may be on the network. `slot_bytes`: the size of the slots in DRAM.
     """
 
     table_bytes: int
     foreign: bool
     network: bool
+    slot_bytes: int
 
 
 @_message(43)
@@ -544,6 +545,22 @@ class LookedUp:
     def validate(self) -> None:
         if len(self.found) % 4 or len(self.found) > 4 * MOST_TIERS:
             raise RemoteProtocolError(f"{len(self.found)} bytes of blocks found", "a u32 for each tier")
+
+
+@_message(44)
+class BlocksRead:
+    """Reports blocks that were read from DRAM without a request, as a use of them. Since version 12.
+
+    `keys`: each key once, the first read first. `blocks`: how many blocks were read, with repetitions.
+    """
+
+    namespace: int
+    key_bytes: int
+    keys: bytes
+    blocks: int
+
+    def validate(self) -> None:
+        _check_keys(self.key_bytes, self.keys)
 
 
 # -- operators

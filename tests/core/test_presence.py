@@ -126,7 +126,7 @@ def test_a_table_is_retired_once_it_could_be_wrong(event: ev.Event) -> None:
 
 
 def test_memory_of_a_table_is_bounded_and_counted() -> None:
-    assert presence.table_bytes(1 << 20) <= 16 * (1 << 20) + 64
+    assert presence.table_bytes(1 << 20) <= 32 * (1 << 20) + 64
     w = world()
     w.put(1, 1, KEYS[:1])
     assert w.p.residency.ram_bytes() > table_of(w).words.nbytes

@@ -700,7 +700,7 @@ class World:
             return None
         mapping = SimpleNamespace(view=memoryview(table.words).cast("B"))
         foreign = tenant != self.p.residency.namespaces[namespace].tenant
-        tiers = PresenceTable(mapping, foreign, False).find(keys, leading)  # type: ignore[arg-type]
+        tiers = PresenceTable(mapping, foreign, False, 0).find(keys, leading)  # type: ignore[arg-type]
         self.found_in_tables += tiers is not None and ABSENT not in tiers
         return tiers
 

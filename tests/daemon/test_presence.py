@@ -10,7 +10,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,21 +20,19 @@ import pytest
 
 from kvstore import AsyncClient, Client, native
 from kvstore.client import connection, presence_tables
-from kvstore.client.aio import AsyncConnection
 from kvstore.client.estimates import Estimate, StoredPrefix
-from kvstore.client.sync import Connection
 from kvstore.errors import DeniedError, UnavailableError
 from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.types import PRESENCE_READY, PRESENCE_RETIRED
 from kvstore.wire import messages as m
 from tests.daemon.hits import figures, since
+from tests.daemon.tables import KEYS, requests, with_table
 from tests.daemons import SMALL, WITH_NVME, Peer, eventually, got, greeted, idle, names, new_layout, payloads
 from tests.spawner import spawn
 from tests.tenants import ATTACKER, FRIEND, VICTIM, Member, TenantDaemon, needs_root, peer_of
 
 pytestmark = pytest.mark.skipif(native.presence is None, reason="the C extension was not built")
 
-KEYS = names(24, "presence")
 TENANTS = f"""
 [tenants.victim]
 uids = [{VICTIM}]
@@ -60,38 +58,12 @@ def client(daemon: LocalDaemon) -> Iterator[Client]:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The requests that clients send, by name. None is sent to see whether the daemon hangs."""
-    monkeypatch.setattr(presence_tables, "HEARD_S", 60.0)
-    sent: list[str] = []
-
-    def watched(call: Callable[..., Any]) -> Callable[..., Any]:
-        def noting(self: Any, message: Any, ends_s: float) -> Any:
-            sent.extend(type(each).__name__ for each in (message if isinstance(message, list) else [message]))
-            return call(self, message, ends_s)
-
-        return noting
-
-    for kind in (Connection, AsyncConnection):
-        for name in ("call", "call_all"):
-            monkeypatch.setattr(kind, name, watched(getattr(kind, name)))
-    return sent
+    return requests(monkeypatch)
 
 
 def table_of(client: Client, ns: Any) -> Any:
     """The table of a namespace that the client has mapped."""
     return client._maps.presence.get(ns.layout.fingerprint(ns._scope.owner or "default"))
-
-
-def with_table(client: Any, ns: Any, owner: str = "default") -> Any:
-    """The namespace, after lookups until its table answers."""
-
-    def ready() -> bool:
-        ns.lookup(KEYS)
-        table = client._maps.presence.get(ns.layout.fingerprint(owner))
-        return table is not None and table.find(KEYS[:1], False) is not None
-
-    eventually(ready)
-    return ns
 
 
 def by_request(client: Client) -> Client:

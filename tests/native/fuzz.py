@@ -110,13 +110,38 @@ def differs(dice: random.Random) -> str:
 
 def misreads(dice: random.Random) -> str:
     """What is wrong with lookups in a table of noise, whose keys are of any length; "" if nothing is."""
-    memory = zeros(8 * dice.randint(2, 600), np.uint64)
+    memory = zeros(8 * dice.randint(3, 600), np.uint64)
     memory[:] = np.frombuffer(dice.randbytes(memory.nbytes), np.uint64)
     memory[0] = 1
     length = dice.randint(1, 64)
     keys = [dice.randbytes(length) for _ in range(dice.randint(0, 100))]
-    found = _native.presence(memory, keys, dice.random() < 0.5)
-    return "" if found is not None and len(found) <= len(keys) else "presence gave no answer"
+    found, where = _native.presence(memory, keys, dice.random() < 0.5), _native.places(memory, keys)
+    if found is None or where is None or len(found) > len(keys) or len(where[1]) != 8 * len(where[0]):
+        return "presence gave no answer"
+    return ""
+
+
+def misproves(dice: random.Random) -> str:
+    """What is wrong with reads from extents of noise, in which no block can be proved; "" if nothing is."""
+    slot_bytes, slots = dice.choice((1, 100, 4096)), dice.randrange(20)
+    offset = 4096 + 192 * slots + dice.randrange(2)
+    extents = []
+    for number in range(dice.randrange(3)):
+        noise = zeros(offset + slots * slot_bytes, np.uint8)
+        noise[:] = np.frombuffer(dice.randbytes(noise.nbytes), np.uint8)
+        claimed = slots + dice.choice((0, 0, 0, 1))
+        extents.append((number, noise, offset + dice.choice((0, 0, 0, 1 << 40)), claimed))
+    n, length, size = dice.randrange(9), dice.randint(1, 64), dice.randint(1, slot_bytes)
+    places = np.array([dice.randrange(3) << 32 | dice.randrange(22) for _ in range(n)], np.uint64).tobytes()
+    keys, out = [dice.randbytes(length) for _ in range(n)], memory(dice, n * size)
+    try:
+        good = _native.read_slots(out, extents, places, keys, dice.randbytes(16), size, slot_bytes)
+    except ValueError:
+        return ""
+    return "read_slots has proved noise" if good else ""
+
+
+ALL = (differs, misreads, misproves)
 
 
 def main() -> int:
@@ -135,7 +160,7 @@ def main() -> int:
     while time.monotonic() < ends:
         seed = options.seed + runs
         _native.choose(runs % sets)
-        if problem := differs(random.Random(seed)) or misreads(random.Random(seed)):
+        if problem := next(filter(None, (run(random.Random(seed)) for run in ALL)), ""):
             print(f"seed {seed}, {_native.instruction_set()}: {problem}")
             return 1
         runs += 1

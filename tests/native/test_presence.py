@@ -19,7 +19,7 @@ from kvstore.core.residency.presence import PresenceTable, table_bytes
 from kvstore.types import MAX_KEY_BYTES, PRESENCE_NOT_READY, PRESENCE_READY, PRESENCE_RETIRED
 
 try:
-    from kvstore.native._native import presence
+    from kvstore.native._native import places, presence
 except ImportError:
     pytest.skip("the C extension was not built: no compiler, or no Python.h", allow_module_level=True)
 
@@ -36,7 +36,17 @@ def table_of(rows: int = 0, seed: int = 7) -> PresenceTable:
 
 def put(table: PresenceTable, keys: list[bytes], flags: int, there: bool = True) -> bool:
     words, n = Keys(b"".join(keys), len(keys[0])).words, len(keys)
-    return table.set(words, len(keys[0]), np.full(n, flags, np.uint64), np.full(n, there))
+    places = np.array([place_of(key) for key in keys], np.uint64)
+    return table.set(words, len(keys[0]), np.full(n, flags, np.uint64), np.full(n, there), places)
+
+
+def place_of(key: bytes) -> int:
+    return int.from_bytes(key[-5:], "little") + 1
+
+
+def joined(keys: list[bytes]) -> bytes:
+    """The places of keys, as `places` returns them."""
+    return np.array([place_of(key) for key in keys], np.uint64).tobytes()
 
 
 def some_keys(n: int, length: int, seed: int = 1) -> list[bytes]:
@@ -56,7 +66,7 @@ def oracle(memory: np.ndarray[Any, Any], key: bytes) -> int:
     products = [(word ^ word >> 32) * factor for word, factor in zip(words, factors, strict=False)]
     hashed = mixed(len(key) * size_factor + sum(products) & U64)
     mark, bucket = (hashed & ~0x1F) or 0x20, mixed(hashed)
-    buckets = memory.size // 8 - 1
+    buckets = (memory.size // 8 - 1) // 2
     for half in (bucket >> 32, bucket & 0xFFFFFFFF):
         at = 8 * (1 + (half * buckets >> 32))
         for cell in memory[at : at + 8].tolist():
@@ -76,6 +86,8 @@ def test_keys_of_every_length_are_found(length: int) -> None:
     asked = stored + others
     assert presence(table.words, asked, False) == expected
     assert bytes(oracle(table.words, key) for key in asked) == expected
+    assert places(table.words, stored[3:]) == (expected[3 : len(stored)], joined(stored[3:]))
+    assert places(table.words, stored) == (b"", b"")
 
 
 def test_keys_that_differ_in_the_highest_bits_of_words_are_different() -> None:
@@ -102,6 +114,7 @@ def test_a_prefix_ends_at_the_first_absent_key(n: int) -> None:
             assert put(table, present, 2)
         assert presence(table.words, keys, True) == bytes([2]) * missing
         assert presence(table.words, keys, False) == bytes(ABSENT if i == missing else 2 for i in range(n))
+        assert places(table.words, keys) == (bytes([2]) * missing, joined(keys[:missing]))
 
 
 def test_keys_at_any_address_are_read_to_their_end_only() -> None:
@@ -119,7 +132,7 @@ def test_a_table_that_is_not_ready_says_nothing() -> None:
     put(table, keys, 0)
     for state in (PRESENCE_NOT_READY, PRESENCE_RETIRED, 3, U64):
         table.set_state(state)
-        assert presence(table.words, keys, True) is None
+        assert presence(table.words, keys, True) is places(table.words, keys) is None
     table.set_state(PRESENCE_READY)
     assert presence(table.words, keys, True) == bytes(10)
 
@@ -136,13 +149,13 @@ def test_a_full_table_says_so_and_has_what_fits() -> None:
 @pytest.mark.parametrize(
     ("memory", "keys", "error"),
     [
-        (zeros(16, np.uint64), [b"k" * 8, b"k" * 9], ValueError),
-        (zeros(16, np.uint64), [b""], ValueError),
-        (zeros(16, np.uint64), [b"k" * 65], ValueError),
-        (zeros(16, np.uint64), ["text"], TypeError),
-        (zeros(16, np.uint64), [bytearray(b"k")], TypeError),
-        (zeros(16, np.uint64), (b"k",), SystemError),
-        (zeros(8, np.uint64), [b"k"], ValueError),
+        (zeros(24, np.uint64), [b"k" * 8, b"k" * 9], ValueError),
+        (zeros(24, np.uint64), [b""], ValueError),
+        (zeros(24, np.uint64), [b"k" * 65], ValueError),
+        (zeros(24, np.uint64), ["text"], TypeError),
+        (zeros(24, np.uint64), [bytearray(b"k")], TypeError),
+        (zeros(24, np.uint64), (b"k",), SystemError),
+        (zeros(23, np.uint64), [b"k"], ValueError),
         (zeros(0, np.uint64), [b"k"], ValueError),
         (zeros(32, np.uint64)[1:], [b"k"], ValueError),
         (None, [b"k"], TypeError),
@@ -153,6 +166,8 @@ def test_what_makes_no_sense_is_refused(memory: Any, keys: Any, error: type) -> 
         memory[0] = PRESENCE_READY
     with pytest.raises(error):
         presence(memory, keys, False)
+    with pytest.raises(error):
+        places(memory, keys)
 
 
 changes_of_keys = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 31), st.booleans()), max_size=60)

@@ -283,11 +283,18 @@ class Link:
         if self._gone is None and self._transport is not None:
             self._send(self.protocol.post(message))
 
+    @property
+    def lags(self) -> bool:
+        return False
+
     def report(self, namespace: int, asks: int, tiers: bytes) -> None:
-        self.protocol.add_report(namespace, asks, tiers)
+        self.protocol.reports.add_lookup(namespace, asks, tiers)
+
+    def report_read(self, namespace: int, keys: Sequence[bytes], key_bytes: int) -> None:
+        self.protocol.reports.add_read(namespace, keys, key_bytes)
 
     def send_reports(self) -> None:
-        if self._gone is None and self._transport is not None and (frames := self.protocol.reports()):
+        if self._gone is None and self._transport is not None and (frames := self.protocol.reported()):
             self._send(frames)
 
     def send_raw(self, data: bytes) -> None:

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+from kvstore import native
 from kvstore.client import aio, base, presence_tables
 from kvstore.client import connection as client_connection
 from kvstore.client.calls import call, namespace, reads, scope, writes
@@ -52,6 +53,14 @@ def in_simulation(world: Any) -> Iterator[None]:
     def extent_bytes_of_new(limit_bytes: int, tenants: int) -> int:
         return int(world.disks[SECOND_DEVICE].extent_bytes)
 
+    read_slots = native.read_slots
+
+    def read_without_lease(*args: Any) -> int:
+        assert read_slots is not None
+        n = read_slots(*args)
+        world.counts["blocks read without a lease"] += n
+        return n
+
     # Whoever closes a device waits for it.
     Thread.delay = lambda: max(disk.delay() for disk in world.disks.values())
     threading = types.SimpleNamespace(Thread=Thread)
@@ -73,6 +82,8 @@ def in_simulation(world: Any) -> Iterator[None]:
             stack.enter_context(mock.patch.object(module, "extent_bytes", extent_bytes_of_new))
         stack.enter_context(mock.patch.object(composition, "_MIN_ROWS", world.dice.choice((96, 512))))
         stack.enter_context(mock.patch.object(connection, "peer_of", return_value=_Peer(_SOMEBODY, ())))
+        if read_slots is not None:
+            stack.enter_context(mock.patch.object(native, "read_slots", read_without_lease))
         if world.gpu is not None:
             for module in (namespace, reads, scope, writes):
                 for name, stand_in in pool.in_place(world.gpu).items():

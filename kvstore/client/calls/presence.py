@@ -56,16 +56,17 @@ def map_tables(exchange: Exchange, scopes: Iterable[Scope]) -> Flow[None]:
             continue
         finally:
             os.close(fd)
-        protocol.maps.presence.add(opened[1], PresenceTable(mapping, answer.foreign, answer.network))
+        protocol.maps.presence.add(opened[1], _table(mapping, answer))
 
 
-def find_tiers(
-    exchange: Exchange, fingerprint: bytes, keys: Sequence[Key], leading: bool = False
-) -> bytes | None:
-    """Returns the tier of each key, or ABSENT, as the presence table has it; None: ask the daemon.
+def _table(mapping: Mapping, answer: m.MappedPresence) -> PresenceTable:
+    return PresenceTable(mapping, answer.foreign, answer.network, answer.slot_bytes)
 
-    With `leading`, of the keys before the first absent one. Raises ConnectionResetError if the connection has
-    ended: the tables of a daemon that is gone are not updated.
+
+def current_table(exchange: Exchange, fingerprint: bytes) -> PresenceTable | None:
+    """Returns the table of a namespace if it may answer for the daemon.
+
+    Raises ConnectionResetError if the connection has ended: tables of a daemon that is gone are not updated.
     """
     tables = exchange.protocol.maps.presence
     table = tables.get(fingerprint)
@@ -73,6 +74,19 @@ def find_tiers(
         return None
     if exchange.connection.ended():
         raise ConnectionResetError("the daemon closed the connection")
+    return table
+
+
+def find_tiers(
+    exchange: Exchange, fingerprint: bytes, keys: Sequence[Key], leading: bool = False
+) -> bytes | None:
+    """Returns the tier of each key, or ABSENT, as the presence table has it; None: ask the daemon.
+
+    With `leading`, of the keys before the first absent one. Raises as `current_table` does.
+    """
+    table = current_table(exchange, fingerprint)
+    if table is None:
+        return None
     tiers = table.find(keys, leading)
     if tiers is not None and table.network and (len(tiers) < len(keys) or ABSENT in tiers):
         return None

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.client.calls import direct_reads
 from kvstore.client.calls.call import Call, Exchange, Flow, R, Work, call, side_by_side
 from kvstore.client.calls.presence import Mask, contains, contains_all, find_tiers, map_tables
 from kvstore.client.calls.scope import (
@@ -355,13 +356,16 @@ def get(
 ) -> Flow[int]:
     """Copies the longest prefix into `out`, bytes of the host or of `gpu`; returns the number of good blocks.
 
-    Leases and copies one batch after another. Requests a corrupt block once more after the daemon has
+    Blocks in DRAM that a presence table finds need no lease. Leases and copies the others, one batch after
+    another. Requests a corrupt block once more after the daemon has
     quarantined it: another tier may have a good copy.
     """
     requests = scope.prompts.of_acquire(scope.name, chain.keys, prompt)
     batch, block_bytes = exchange.protocol.batch_keys, scope.layout.block_bytes
-    at, bad = 0, -1
-    while at < len(chain):
+    at, bad, is_all = 0, -1, False
+    if verify and gpu is None:
+        at, is_all = yield from direct_reads.read(exchange, scope, chain, out, requests)
+    while at < len(chain) and not is_all:
         part = chain.part(at, batch)
         try:
             held = yield from lease(exchange, scope, part, requests, at, recompute_s, gpu)

@@ -116,11 +116,18 @@ def count(exchange: Exchange, scope: Scope, make: Callable[..., Any], chain: Cha
 
 
 def map_slots(exchange: Exchange, answer: Any, layout: Layout, writable: bool) -> Flow[Slots]:
-    """Returns the granted slots of an answer, mapped. Requests extents that are not mapped yet."""
+    """Returns the granted slots of an answer, mapped."""
+    # The upper half of a record's first field, read as 32-bit numbers.
+    numbers = set(np.frombuffer(answer.slots, "<u4")[1 :: SLOT_RECORD.itemsize // 4].tolist())
+    extents = yield from map_extents(exchange, numbers, writable)
+    return Slots(extents, answer.slots, answer.slot_bytes, layout.block_bytes)
+
+
+def map_extents(exchange: Exchange, numbers: set[int], writable: bool) -> Flow[dict[int, Any]]:
+    """Returns mapped extents by number. Requests those that are not mapped yet. Raises DeniedError."""
     maps = exchange.protocol.maps
     mapped: dict[int, Any] = {}
-    # The upper half of a record's first field, read as 32-bit numbers.
-    for extent in set(np.frombuffer(answer.slots, "<u4")[1 :: SLOT_RECORD.itemsize // 4].tolist()):
+    for extent in numbers:
         known = maps.get(extent, writable)
         if known is None:
             reply = checked((yield m.Map(0, extent, writable)))
@@ -129,7 +136,7 @@ def map_slots(exchange: Exchange, answer: Any, layout: Layout, writable: bool) -
             else:
                 known = yield Work(partial(open_extent, maps, extent, reply))
         mapped[extent] = known
-    return Slots(mapped, answer.slots, answer.slot_bytes, layout.block_bytes)
+    return mapped
 
 
 def checked(answer: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -80,6 +80,20 @@ class Reads:
         slots = self._r.blocks.slot[0, rows]
         seen: npt.NDArray[np.bool_] = self._r.tiers[0].slots.are_of(namespace.pools[0], slots) | (slots < 0)
         return seen
+
+    def blocks_read(self, event: ev.BlocksRead, now: float) -> None:
+        namespace = self._r.namespaces.get(event.namespace)
+        if namespace is None or namespace.closed:
+            return
+        rows, there = self._r.readable(event.namespace, event.keys)
+        self._r.touch(rows[there], namespace)
+        self._count_hits(namespace, {0: event.blocks})
+
+    def _count_hits(self, namespace: Namespace, by_tier: Mapping[int, int]) -> None:
+        """Counts blocks that were served, by tier."""
+        for tier, n in by_tier.items():
+            self._r.counters[f"hit_blocks_{self._r.tiers[tier].spec.name}"] += n
+            self._r.counters["served_bytes"] += n * namespace.block_bytes
 
     def contains(self, event: ev.Contains, now: float) -> None:
         namespace = self._leases.namespace(event)
@@ -301,9 +315,7 @@ class Reads:
         else:
             slots_told["tier"] = np.array([t.spec.tier for t in r.tiers], np.uint8)[tiers]
         if not event.no_touch:
-            for i, hits in enumerate(np.bincount(tiers).tolist()):
-                r.counters[f"hit_blocks_{r.tiers[i].spec.name}"] += hits
-            r.counters["served_bytes"] += n * namespace.block_bytes
+            self._count_hits(namespace, dict(enumerate(np.bincount(tiers).tolist())))
         stored = stored or Stored({at: n} if n else {})
         self._leases.say(
             Grant(event.request, lease, namespace.pools[at].slot_bytes, slots_told, stored, tiers)

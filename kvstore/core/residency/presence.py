@@ -4,9 +4,13 @@ A table has one cell of 8 bytes for each readable block: a fingerprint of its ke
 would serve it. A key has two buckets of 8 cells. Readers take no locks: each change is one aligned store of
 numpy, and no cell moves. Even a torn read would only be a miss, or make `acquire` find fewer blocks.
 
+Each cell has a place beside it: where in DRAM the block is, if it is there. A place may be out of date. What
+clients read there is proved by the block's checksum, as everywhere.
+
 A table is filled in steps and then follows every change. One that is too full is retired, like the table of a
 namespace that is deleted, published or gets a TTL. A client then asks for another table. The daemon provides
-the memory: one line of 64 bytes (state, seed of the hash), then the buckets. `native/presence.c` reads it.
+the memory: one line of 64 bytes (state, seed of the hash), the buckets, and as many lines of places.
+`native/presence.c` reads it.
 """
 
 from __future__ import annotations
@@ -50,7 +54,7 @@ _NEXT_STEP_S = 0.004  # a step takes a tenth of it: requests are not to wait for
 
 def table_bytes(rows: int) -> int:
     """Returns the bytes of a table that is half full with this number of rows."""
-    return _LINE_BYTES * (1 + max(_LEAST_BUCKETS, -(-2 * rows // _WAYS)))
+    return _LINE_BYTES * (1 + 2 * max(_LEAST_BUCKETS, -(-2 * rows // _WAYS)))
 
 
 def _folded(words: U64) -> U64:
@@ -70,7 +74,7 @@ class PresenceTable:
         """`words` are zeros, as many as `table_bytes` says."""
         self.namespace = namespace
         self.words = words
-        self.cells = words[_WAYS:].reshape(-1, _WAYS)
+        self.cells, self.places = words[_WAYS:].reshape(2, -1, _WAYS)
         self.row = 0
         self.count = 0
         width = MAX_KEY_BYTES // 8
@@ -95,8 +99,11 @@ class PresenceTable:
         second = ((places & _LOW) * buckets) >> _HALF
         return mark, first.astype(np.int64), second.astype(np.int64)
 
-    def set(self, words: U64, size: int, flags: U64, there: npt.NDArray[np.bool_]) -> bool:
-        """Adds keys, changes their flags, or removes those that are not `there`. False: no room for some."""
+    def set(self, words: U64, size: int, flags: U64, there: npt.NDArray[np.bool_], places: U64) -> bool:
+        """Adds keys, changes what is said of them, or removes those that are not `there`.
+
+        Returns False if there is no room for some.
+        """
         mark, first, second = self.hash(words, size)
         value = np.where(there, mark | flags, np.uint64(0))
         todo = np.arange(len(mark))
@@ -105,6 +112,7 @@ class PresenceTable:
             way = hit.argmax(axis=1)
             found = hit[np.arange(len(todo)), way]
             known = todo[found]
+            self.places[bucket[known], way[found]] = places[known]
             self.cells[bucket[known], way[found]] = value[known]
             self.count -= len(known) - int(there[known].sum())
             todo = todo[~found]
@@ -112,9 +120,9 @@ class PresenceTable:
                 return True
         todo = todo[there[todo]]
         self.count += len(todo)
-        return self._add(value[todo], first[todo], second[todo])
+        return self._add(value[todo], places[todo], first[todo], second[todo])
 
-    def _add(self, value: U64, first: Rows, second: Rows) -> bool:
+    def _add(self, value: U64, places: U64, first: Rows, second: Rows) -> bool:
         """Adds each value to its first bucket, or to the emptier one. Returns False if one has no room."""
         while len(value):
             used, others = self.cells[first] != 0, self.cells[second] != 0
@@ -127,10 +135,11 @@ class PresenceTable:
             way = used.argmin(axis=1)
             # Two keys of a batch may select one cell: the first gets it.
             _, chosen = np.unique(bucket * _WAYS + way, return_index=True)
+            self.places[bucket[chosen], way[chosen]] = places[chosen]
             self.cells[bucket[chosen], way[chosen]] = value[chosen]
             left = np.ones(len(value), np.bool_)
             left[chosen] = False
-            value, first, second = value[left], first[left], second[left]
+            value, places, first, second = value[left], places[left], first[left], second[left]
         return self.count <= _FULL * self.cells.size
 
 
@@ -195,28 +204,29 @@ class PresenceTables(Job):
     def _update(self, table: PresenceTable, rows: Rows) -> None:
         blocks = self._blocks
         sizes = blocks.key_bytes[rows]
-        flags, there = self.flags_of(table.namespace, rows)
+        flags, there, places = self.cells_of(table.namespace, rows)
         for size in np.unique(sizes).tolist():
             some = slice(None) if (sizes == size).all() else sizes == size
-            if not table.set(blocks.words[rows[some]], size, flags[some], there[some]):
+            if not table.set(blocks.words[rows[some]], size, flags[some], there[some], places[some]):
                 return self.retire(table.namespace.number)
         return None
 
-    def flags_of(self, namespace: Namespace, rows: Rows) -> tuple[U64, npt.NDArray[np.bool_]]:
-        """Returns the flags of each row's cell, and whether the row has one: it is readable.
+    def cells_of(self, namespace: Namespace, rows: Rows) -> tuple[U64, npt.NDArray[np.bool_], U64]:
+        """Returns the flags of each row's cell, whether the row has one (it is readable), and its place.
 
         The flags are the number of the tier that serves the block to DRAM, and whether it is hidden: other
-        tenants may not map its slot yet.
+        tenants may not map its slot yet. The place is 0 without a slot in DRAM.
         """
         order = np.array([*self._topology.memory, *self._topology.persistent])
         held = self._blocks.slot[:, rows][order] >= 0
         there = held.any(axis=0) & (self._blocks.state[rows] == LIVE)
         flags = order[held.argmax(axis=0)].astype(np.uint64)
+        slots = self._blocks.slot[0, rows]
+        places = np.where(slots >= 0, self._topology.tiers[0].slots.place[slots], np.uint64(0))
         if namespace.relocated:
-            slots = self._blocks.slot[0, rows]
             own = self._topology.tiers[0].slots.are_of(namespace.pools[0], slots) | (slots < 0)
             flags[~own] |= np.uint64(PRESENCE_HIDDEN)
-        return flags, there
+        return flags, there, places
 
     def _step(self, now: float) -> None:
         """Fills a table by some more rows."""

@@ -62,6 +62,17 @@ def looked_up(session: Session, q: m.LookedUp) -> None:
         session.prompts.looked_up(namespace, q.asks, found)
 
 
+def blocks_read(session: Session, q: m.BlocksRead) -> None:
+    """Counts blocks that were read without a request, as a use of them."""
+    services, namespace = session.services, session.namespaces.at(q.namespace)
+    if namespace is None or not services.catalog.may_read(session.principal, namespace):
+        return
+    keys = Keys(q.keys, q.key_bytes)
+    _check_count(session, keys)
+    session.prompts.delivered(namespace, q.blocks)
+    services.core.handle(ev.BlocksRead(namespace.number, keys, q.blocks))
+
+
 def contains(session: Session, q: m.Contains) -> None:
     """Answers which keys are stored."""
     services, (namespace, event) = session.services, _named(session, q)

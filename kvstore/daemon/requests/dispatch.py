@@ -35,6 +35,7 @@ _HANDLERS: dict[type, tuple[Role, Handler]] = {
     m.Map: (Role.READ, map_extent),
     m.MapPresence: (Role.READ, map_presence),
     m.LookedUp: (Role.READ, blocks.looked_up),
+    m.BlocksRead: (Role.READ, blocks.blocks_read),
     m.Invalidate: (Role.WRITE, blocks.invalidate),
     m.HandOff: (Role.WRITE, blocks.hand_off),
     m.Open: (Role.READ, open_namespace),

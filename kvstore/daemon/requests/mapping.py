@@ -41,7 +41,7 @@ def map_presence(session: Session, q: m.MapPresence) -> None:
     A peer that could write to it gets none, unless it may write to the blocks too.
     """
     services, who = session.services, session.principal
-    none = m.MappedPresence(q.id, 0, False, False)
+    none = m.MappedPresence(q.id, 0, False, False, 0)
     try:
         namespace = find(session, q)
     except NothingStoredError:
@@ -56,7 +56,8 @@ def map_presence(session: Session, q: m.MapPresence) -> None:
         return session.send(none)
     network = services.network is not None and services.network.eligibility.shares(namespace)
     fd, nbytes = mapped
-    return _send_with(session, m.MappedPresence(q.id, nbytes, foreign, network), fd)
+    slot_bytes = services.core.view.slot_bytes(namespace.number)
+    return _send_with(session, m.MappedPresence(q.id, nbytes, foreign, network, slot_bytes), fd)
 
 
 def _is_privileged(session: Session) -> bool:

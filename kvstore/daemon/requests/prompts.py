@@ -73,6 +73,10 @@ class Prompts:
         self._count(namespace, hits.REQUESTED, {hits.ALL_TIERS: min(asks, _MOST_REPORTED)})
         self._count(namespace, hits.FOUND, dict(enumerate(found)))
 
+    def delivered(self, namespace: NamespaceEntry, blocks: int) -> None:
+        """Counts blocks that were read from DRAM without a request."""
+        self._count(namespace, hits.DELIVERED, {0: min(blocks, _MOST_REPORTED)})
+
     def released(self, q: m.Release) -> None:
         """Counts the blocks that were read under a lease."""
         leased = self._leased.pop(q.lease, None)

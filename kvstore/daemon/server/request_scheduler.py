@@ -374,5 +374,5 @@ def nbytes(message: Any) -> int:
 
 def _refusable(message: Any) -> bool:
     """Returns whether a message may be dropped: it has an answer or is a report, and it frees nothing."""
-    has_answer = bool(getattr(message, "id", 0)) or type(message) is m.Suspect
+    has_answer = bool(getattr(message, "id", 0)) or type(message) in (m.Suspect, m.BlocksRead)
     return has_answer and type(message) is not m.Commit
