@@ -39,6 +39,8 @@ class Recorded:
         self.protocol = protocol
         self.sent: list[object] = []
 
+    lags = False
+
     def post(self, message: object) -> None:
         self.sent.append(message)
 

@@ -221,8 +221,8 @@ class PresenceTables(Job):
         held = self._blocks.slot[:, rows][order] >= 0
         there = held.any(axis=0) & (self._blocks.state[rows] == LIVE)
         flags = order[held.argmax(axis=0)].astype(np.uint64)
-        slots = self._blocks.slot[0, rows]
-        places = np.where(slots >= 0, self._topology.tiers[0].slots.place[slots], np.uint64(0))
+        slots, places = self._blocks.slot[0, rows], np.zeros(len(rows), np.uint64)
+        places[slots >= 0] = self._topology.tiers[0].slots.place[slots[slots >= 0]]
         if namespace.relocated:
             own = self._topology.tiers[0].slots.are_of(namespace.pools[0], slots) | (slots < 0)
             flags[~own] |= np.uint64(PRESENCE_HIDDEN)
