@@ -26,8 +26,8 @@ RECEIVE_BYTES = 256 << 10
 _BACK_OFF_S = 0.05
 _BACK_OFF_MAX_S = 2.0
 _LATE = 3
-REPORT_S = 1.0
-"""Longest time (s) that reports of lookups wait for another message."""
+REPORT_S = 0.25
+"""Longest time (s) that reports of lookups and reads wait for another message."""
 
 
 def in_order(messages: Sequence[Any], answers: Iterable[Any]) -> list[Any]:

@@ -578,7 +578,8 @@ def _miss(unit: str) -> tuple[str, tuple[tuple[str, str], ...]]:
 def test_durations_are_counted_by_call_and_whether_it_waited(admin: ServedAdmin, client: Client) -> None:
     ns, keys = client.namespace(new_layout()), names(8)
     ns.put(keys, payloads(keys))
-    assert got(ns, keys) == 8
+    with ns.acquire(keys) as lease:
+        assert len(lease) == 8
     eventually(lambda: idle(client.status()))
     name = "kvstore_call_seconds"
     at_once = ("call", "acquire"), ("waited", "false")

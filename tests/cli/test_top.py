@@ -12,7 +12,7 @@ from kvstore import Client
 from kvstore.cli.top import between, sample
 from kvstore.errors import DeniedError
 from kvstore.lab.local_daemon import LocalDaemon
-from tests.daemons import SMALL, WITH_NVME, cli, got, names, new_layout, payloads
+from tests.daemons import SMALL, WITH_NVME, cli, names, new_layout, payloads
 from tests.tenants import VICTIM, Member, TenantDaemon, needs_root
 
 
@@ -24,7 +24,8 @@ def test_top_shows_current_requests() -> None:
 
         def read() -> None:
             while not stop.is_set():
-                assert got(ns, [*keys, *names(20, "absent")]) == 20
+                with ns.acquire([*keys, *names(20, "absent")]) as lease:
+                    assert len(lease) == 20
 
         reading = threading.Thread(target=read)
         reading.start()

@@ -87,6 +87,7 @@ class Reads:
             return
         rows, there = self._r.readable(event.namespace, event.keys)
         self._r.touch(rows[there], namespace)
+        self._r.settle()  # nobody waits for an answer
         self._count_hits(namespace, {0: event.blocks})
 
     def _count_hits(self, namespace: Namespace, by_tier: Mapping[int, int]) -> None:
