@@ -363,7 +363,8 @@ def get(
     requests = scope.prompts.of_acquire(scope.name, chain.keys, prompt)
     batch, block_bytes = exchange.protocol.batch_keys, scope.layout.block_bytes
     at, bad, is_all = 0, -1, False
-    if verify and gpu is None:
+    if gpu is None:
+        # Verified even if that is not asked for: without a lease, nothing else proves the blocks.
         at, is_all = yield from direct_reads.read(exchange, scope, chain, out, requests)
     while at < len(chain) and not is_all:
         part = chain.part(at, batch)
