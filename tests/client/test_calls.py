@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvstore import AsyncClient, AsyncNamespace, Client, Layout, Namespace, PutResult
+from kvstore import AsyncClient, AsyncNamespace, Client, Layout, Namespace, PutResult, native
 from kvstore.client.calls import client as client_calls
 from kvstore.client.calls import namespace, reads, scope, writes
 from kvstore.client.calls.call import Connect, Exchange, Flow, Work
@@ -18,7 +18,7 @@ from kvstore.client.calls.presence import PRESENCE_SINCE
 from kvstore.client.calls.scope import Chain, Scope
 from kvstore.client.extents import Maps
 from kvstore.client.protocol import ProtocolState
-from kvstore.errors import DeniedError
+from kvstore.errors import DeniedError, RemoteProtocolError
 from kvstore.wire import messages as m
 from kvstore.wire.frames import pack
 from tests.daemons import BLOCK, names, payloads, room_for
@@ -124,6 +124,21 @@ def test_a_refused_commit_aborts_its_reservation() -> None:
         sent, error = answered(lambda e: writes.commit(e, 9, bytes(8), PutResult()), refusal)
         assert sent == [m.Commit(0, 9, bytes(8), b"\1"), m.Abort(9)]
         assert isinstance(error, DeniedError)
+
+
+@pytest.mark.skipif(native.presence is None, reason="the C extension was not built")
+def test_a_presence_table_of_slots_that_no_block_fits_is_refused() -> None:
+    protocol, space = protocol_of(), Scope(LAYOUT)
+    protocol.version = PRESENCE_SINCE
+    protocol.opened(space.key, (7, OPENED.fingerprint, LAYOUT))
+    exchange, fd = exchange_on(protocol), os.memfd_create("table")
+    os.ftruncate(fd, 4096)
+    exchange.connection.take_descriptor = lambda: fd  # type: ignore[method-assign]
+    mapped = m.MappedPresence(1, 4096, False, False, BLOCK - 1)
+    with pytest.raises(RemoteProtocolError, match=f"blocks of {BLOCK} bytes in slots of {BLOCK - 1}"):
+        answered(lambda e: reads.lookup(e, space, names(2)), mapped, on=exchange)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.close(fd)
 
 
 def test_a_namespace_is_opened_again_after_a_refusal() -> None:

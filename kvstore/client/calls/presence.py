@@ -56,6 +56,10 @@ def map_tables(exchange: Exchange, scopes: Iterable[Scope]) -> Flow[None]:
             continue
         finally:
             os.close(fd)
+        if answer.slot_bytes < scope.layout.block_bytes:
+            raise RemoteProtocolError(
+                f"blocks of {scope.layout.block_bytes} bytes in slots of {answer.slot_bytes}"
+            )
         protocol.maps.presence.add(opened[1], _table(mapping, answer))
 
 
