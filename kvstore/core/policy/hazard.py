@@ -156,9 +156,10 @@ class Hazard(Policy):
             return rows[:n]
         scores = self._earnings(rows, now)
         scores[:cold] = -1
-        # One row at a time: the next row is rarely in the same chain, and numpy would cost more.
+        # One row at a time: numpy would cost more.
         density = self._reuse.density_of_row(self._tenant, now)
         may_climb, parent, children = more.tolist(), self._parent.data, self._children.data
+        kind, ticks = self._history.kind.data, self._history.ticks.data
         is_parent = self._segments.membership(self._parents)
         ends = list(zip(scores.tolist(), range(len(rows)), rows.tolist(), strict=True))
         heapify(ends)
@@ -167,13 +168,17 @@ class Hazard(Policy):
             score, i, row = ends[0]
             if score >= below:
                 break
-            out.append(row)
-            up = parent[row]
-            if may_climb[i] and up >= 0 and children[up] == 1 and is_parent(up):
-                # A parent never goes before its child, even if it earns less.
-                heapreplace(ends, (max(score, density(up)), i, up))
-            else:
-                heappop(ends)
+            while True:
+                out.append(row)
+                up = parent[row]
+                if not (may_climb[i] and up >= 0 and children[up] == 1 and is_parent(up)):
+                    heappop(ends)
+                    break
+                if i < cold or kind[up] != kind[row] or ticks[up] != ticks[row] or len(out) == n:
+                    # A parent never goes before its child, even if it earns less.
+                    heapreplace(ends, (max(score, density(up)), i, up))
+                    break
+                row = up  # it earns the same, so it is next
         return np.array(out)
 
     def _are_parents(self, rows: Rows) -> npt.NDArray[np.bool_]:
