@@ -187,6 +187,8 @@ def _take(files: list[int]) -> None:
 def _become(asked: Mapping[str, Any]) -> None:
     if asked["new_session"]:
         os.setsid()
+    # Ignored where the tests run in the background of a script: Ctrl-C would do nothing.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(asked["env"])
     os.chdir(asked["cwd"])
