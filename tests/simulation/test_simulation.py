@@ -420,7 +420,7 @@ CAUGHT_AS = {
     full_hands: (MIXED,),
     no_limits: (QUOTAS, SOUND),
     taken_floors: (QUOTAS, SOUND, "KeyError in renew"),
-    blocks_for_ever: ("blocks end",),
+    blocks_for_ever: ("blocks end", "what is said to be stored may be"),
     endless_fence: ("it works again when faults end",),
     drops_at_the_first: (RECORDS, FORGOTTEN, SOUND),
     only_the_first_is_restored: (LOST, SOUND, RECORDS),
