@@ -16,18 +16,16 @@ from pathlib import Path
 
 from bench.harness import KIB, MIB, Bench, Result, Target, expect
 from bench.latency import Timed, compare
-from bench.served import serve
-from kvstore import Client, Layout, native
+from bench.served import serve, wait_for_table
+from kvstore import Layout
 from kvstore import Namespace as Space
 from kvstore.tiers.nvme.records import ID, RecordBatch
-from kvstore.tiers.nvme.store import NUMBER, Namespace, RecordStore
+from kvstore.tiers.nvme.store import NUMBER, Changes, Items, Namespace, RecordStore
 from kvstore.types import extent_bytes
 
 BLOCK_BYTES = 64 * KIB
 PROMPTS = 64
 LENGTHS = (1, 64, 1024, 8192)
-TABLE_S = 120.0
-"""The longest time in which the daemon fills a presence table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +58,7 @@ def run(bench: Bench) -> Iterator[Result]:
             expect(blocks, z.blocks, "blocks restored")
             space = client.namespace(LAYOUT)
             bench.doing("waiting for the presence table")
-            _wait_for_table(client, space, chains[0][:1])
+            wait_for_table(client, LAYOUT, chains[0][:1])
             for keys in LENGTHS:
                 prompts = _prompts(chains, keys)
                 timed = Timed(_Asker(space, prompts))
@@ -68,18 +66,6 @@ def run(bench: Bench) -> Iterator[Result]:
                 result = compare(bench, f"lookup/{keys}", client, timed, 0.25, target)
                 result.extra |= {"blocks": blocks, "restore_s": restore_s}
                 yield result
-
-
-def _wait_for_table(client: Client, space: Space, keys: Chain) -> None:
-    """Returns when lookups need no request, at once if they need one anyway, without the native module."""
-    ends = time.monotonic() + TABLE_S
-    while native.presence is not None:
-        expect(space.lookup(keys), len(keys), "blocks found")
-        table = client._maps.presence.get(LAYOUT.fingerprint("default"))
-        if table is not None and table.find(keys, leading=True) is not None:
-            return
-        expect(time.monotonic() < ends, True, "table filled in time")
-        time.sleep(0.01)
 
 
 class _Asker:
@@ -130,13 +116,11 @@ def _fabricate(folder: Path, z: Sizes) -> list[Chain]:
     store = RecordStore(folder, extent, 1 << 30)
     try:
         space = Namespace("default", LAYOUT.to_map(), LAYOUT.fingerprint())
-        store.commit(
-            {
-                "namespaces": {ID.pack(1): space.pack()},
-                "extents": {ID.pack(number): NUMBER.pack(BLOCK_BYTES) for number in range(extents)},
-                "blocks": dict(records.pack()),
-            }
-        )
+        tables: dict[str, Items] = {
+            "namespaces": {ID.pack(1): space.pack()},
+            "extents": {ID.pack(number): NUMBER.pack(BLOCK_BYTES) for number in range(extents)},
+        }
+        store.commit(Changes(tables, [records.pack()]))
     finally:
         store.close()
     return [keys[i : i + CHAIN] for i in range(0, z.blocks, CHAIN)]

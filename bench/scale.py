@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.harness import GIB, KIB, MIB, Bench, Result, Target, cpu_seconds, expect, quantile
-from bench.served import serve, wait_until
+from bench.served import serve, wait_for_table, wait_until
 from bench.tenant_load import Cue, running
 from kvstore import Client, Layout, Namespace
 
@@ -51,13 +51,15 @@ def run(bench: Bench) -> Iterator[Result]:
 def measured(bench: Bench, block_bytes: int, milestones: Milestones) -> Iterator[Result]:
     """Yields the rows of one block size. The milestones ascend."""
     layout, most = Layout(model="bench", block_bytes=block_bytes), max(milestones.values())
-    nvme_bytes = -(-(most * 5 // 4 * block_bytes) // GIB) * GIB + GIB
+    # A daemon has room for the names of blocks of 16 KiB on average, not for all of smaller ones.
+    nvme_bytes = -(-(most * 5 // 4 * max(block_bytes, 16 * KIB)) // GIB) * GIB + GIB
     with bench.scratch() as folder, serve(DRAM_BYTES, (folder, nvme_bytes)) as (client, daemon):
         load, first = _Puts(client.namespace(layout), layout), 0.0
         for name, blocks in milestones.items():
             while load.stored < blocks:
                 load.put_chain()
                 bench.doing(f"filling {name}", load.stored / blocks)
+            expect(client.namespace(layout).lookup(load.chains[0]), CHAIN, "blocks of the first chain found")
             with running(_look_up, daemon.url, layout, load.chains[-1]) as end:
                 rate, longest_ms, cpu_us = load.measure(bench.seconds / 2, daemon.pid)
                 took_ms = end()
@@ -110,6 +112,7 @@ def _look_up(cue: Cue, url: str, layout: Layout, keys: list[bytes]) -> list[floa
     took_ms = []
     dice = random.Random(1)
     with Client(url, deadline_s=30.0, strict=True) as client:
+        wait_for_table(client, layout, keys[:1])
         space = client.namespace(layout)
         while not cue.is_set():
             at = dice.randrange(0, CHAIN - BATCH)

@@ -8,11 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvstore import Client
+from bench.harness import expect
+from kvstore import Client, Layout, native
 from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.types import extent_bytes
 
 _WITHIN_S = 60.0
+_TABLE_WITHIN_S = 120.0
 
 
 @contextmanager
@@ -43,6 +45,18 @@ def wait_until(client: Client, done: Callable[[dict[str, Any]], bool], pause_s: 
         if time.monotonic() > ends:
             raise TimeoutError(f"the daemon did not get there within {_WITHIN_S:g} s")
         time.sleep(pause_s)
+
+
+def wait_for_table(client: Client, layout: Layout, keys: list[bytes]) -> None:
+    """Returns when lookups need no request, at once if they need one anyway, without the native module."""
+    ends, space = time.monotonic() + _TABLE_WITHIN_S, client.namespace(layout)
+    while native.presence is not None:
+        expect(space.lookup(keys), len(keys), "blocks found")
+        table = client._maps.presence.get(layout.fingerprint("default"))
+        if table is not None and table.find(keys, leading=True) is not None:
+            return
+        expect(time.monotonic() < ends, True, "presence table filled in time")
+        time.sleep(0.01)
 
 
 def complete(status: dict[str, Any]) -> bool:

@@ -187,7 +187,7 @@ class Nvme(Section):
     limit: Annotated[Size, at_least(2 * MIB), LIVE] = 8 * GIB
     """Hard limit of block data on the device
 
-    Slab files of this size are allocated when the daemon starts. Records take about 250 bytes per block in
+    Slab files of this size are allocated when the daemon starts. Records take about 130 bytes per block in
     addition.
     """
     write_policy: Annotated[Literal["write_through", "on_evict"], LIVE] = "write_through"

@@ -28,13 +28,13 @@ def records(folder: Path) -> list[Record]:
     file = folder / "records"
     if not (file / "data.mdb").exists():
         return []
-    with lmdb.open(str(file), max_dbs=len(TABLES), readonly=True, lock=False) as env, env.begin() as txn:
+    with lmdb.open(str(file), max_dbs=len(TABLES) + 1, readonly=True, lock=False) as env, env.begin() as txn:
         try:
-            table = env.open_db(b"blocks", txn, create=False)
+            table = env.open_db(b"slots", txn, create=False)
         except lmdb.NotFoundError:
             return []
         blocks, damaged = unpack(txn.cursor(table), txn.stat(table)["entries"])
-    assert not damaged, f"{len(damaged)} records in {folder} do not match their checks"
+    assert not len(damaged), f"{len(damaged)} records in {folder} do not match their checks"
     return [
         Record(key.tobytes()[:key_bytes], extent, index * slot_bytes(length), length)
         for key, key_bytes, extent, index, length in zip(

@@ -38,9 +38,7 @@ class Record:
 
 def fingerprints(disk: Disk) -> dict[int, bytes]:
     """Of all namespaces on record, by number."""
-    return {
-        ID.unpack(k)[0]: msgpack.unpackb(v)[2] for k, v in disk.tables["namespaces"].items() if v is not None
-    }
+    return {ID.unpack(k)[0]: msgpack.unpackb(v)[2] for k, v in disk.tables["namespaces"].items()}
 
 
 def records(disk: Disk) -> dict[Who, Record]:
@@ -51,12 +49,12 @@ def records(disk: Disk) -> dict[Who, Record]:
 
 
 def _read(disk: Disk) -> dict[Who, Record]:
-    blocks, damaged = unpack(disk.tables["blocks"].items(), len(disk.tables["blocks"]))  # type: ignore[arg-type]
-    assert not damaged
+    blocks, damaged = unpack(disk.tables["slots"].items(), len(disk.tables["slots"]))
+    assert not len(damaged)
     spaces = fingerprints(disk)
     found = {}
     for i in range(len(blocks)):
-        number, key = int(blocks.ns[i]), blocks.keys[i].tobytes()[: blocks.key_bytes[i]]
+        number, key = int(blocks.ns[i]), blocks.key(i)
         assert number in spaces, "a record of a namespace that is not on record"
         length = int(blocks.length[i])
         size = slot_bytes(length)

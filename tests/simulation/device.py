@@ -20,8 +20,8 @@ from kvstore.errors import TierError
 from kvstore.tiers.base import BlockIO
 from kvstore.tiers.nvme import generations
 from kvstore.tiers.nvme.generations import History
-from kvstore.tiers.nvme.records import ID, unpack
-from kvstore.tiers.nvme.store import GENERATIONS, TABLES, Changes, Loaded, Namespace, unpack_extent
+from kvstore.tiers.nvme.records import ID, rewritten, unpack
+from kvstore.tiers.nvme.store import GENERATIONS, TABLES, Changes, Items, Loaded, Namespace, unpack_extent
 from tests.simulation.faults import Faults
 from tests.simulation.loop import MICRO, Loop, Process
 
@@ -73,7 +73,7 @@ class Disk:
         self.extent_bytes = extent_bytes
         self.room = room
         self.slabs: dict[int, Slab] = {}
-        self.tables: Changes = {table: {} for table in TABLES}
+        self.tables: dict[str, dict[bytes, bytes]] = {table: {} for table in TABLES}
         self.stalled_until = 0.0
         self.commits = 0
         self.read: Any = None
@@ -336,7 +336,7 @@ class SimStore:
 
     def load(self) -> Loaded:
         tables = self._disk.tables
-        blocks, damaged = unpack(sorted(tables["blocks"].items()), len(tables["blocks"]))
+        blocks, damaged = unpack(sorted(tables["slots"].items()), len(tables["slots"]))
         namespaces = {
             ID.unpack(key)[0]: Namespace(*msgpack.unpackb(value))
             for key, value in sorted(tables["namespaces"].items())
@@ -348,17 +348,22 @@ class SimStore:
 
     def commit(self, changes: Changes) -> None:
         disk = self._disk
-        if any(changes.values()) and disk.faults.hits(disk.dice, "commit_error"):
+        if changes and disk.faults.hits(disk.dice, "commit_error"):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         disk.commits += 1
-        for table, items in changes.items():
-            for key, value in items.items():
-                if value is None:
-                    disk.tables[table].pop(key, None)
-                else:
-                    disk.tables[table][key] = value
-                done = "deleted" if value is None else "put"
-                disk.loop.log(f"{disk.name}: commit: {table} {key!r} {done}")
+        for table, items in changes.tables.items():
+            self._apply(table, items)
+        self._apply("slots", dict(rewritten(disk.tables["slots"].get, changes.slots)))
+
+    def _apply(self, table: str, items: Items) -> None:
+        disk = self._disk
+        for key, value in items.items():
+            if value is None:
+                disk.tables[table].pop(key, None)
+            else:
+                disk.tables[table][key] = value
+            done = "deleted" if value is None else "put"
+            disk.loop.log(f"{disk.name}: commit: {table} {key!r} {done}")
 
     def close(self) -> None:
         self._disk.locked = False

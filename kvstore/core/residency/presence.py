@@ -149,6 +149,7 @@ class PresenceTables(Job):
     def __init__(self, blocks: Blocks, namespaces: Namespaces, topology: Topology, outbox: Outbox) -> None:
         self.tables: dict[int, PresenceTable] = {}
         self.out_of_reach = False
+        self._outgrown: set[int] = set()
         self._blocks = blocks
         self._namespaces = namespaces
         self._topology = topology
@@ -159,7 +160,9 @@ class PresenceTables(Job):
         namespace = self._namespaces.get(number)
         if namespace is None or namespace.closed or namespace.has_ttl:
             return 0
-        return table_bytes(int(self._blocks.rows_in[number]))
+        rows = int(self._blocks.rows_in[number])
+        # A namespace that has outgrown a table grows on: filling tables must not take the time of its puts.
+        return table_bytes(2 * rows if number in self._outgrown else rows)
 
     def share(self, number: int, words: U64, seed: int) -> None:
         """Makes the table of a namespace."""
@@ -208,6 +211,7 @@ class PresenceTables(Job):
         for size in np.unique(sizes).tolist():
             some = slice(None) if (sizes == size).all() else sizes == size
             if not table.set(blocks.words[rows[some]], size, flags[some], there[some], places[some]):
+                self._outgrown.add(table.namespace.number)
                 return self.retire(table.namespace.number)
         return None
 

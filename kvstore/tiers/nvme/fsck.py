@@ -23,9 +23,9 @@ from kvstore import arena
 from kvstore.errors import TierError
 from kvstore.tiers.nvme.encryption import BlockCipher, TenantKeys
 from kvstore.tiers.nvme.key_files import KeyFiles, MasterKey
-from kvstore.tiers.nvme.records import ID, Blocks, mapped
+from kvstore.tiers.nvme.records import ID, Blocks, Damaged, deletions, mapped
 from kvstore.tiers.nvme.recovery import strangers
-from kvstore.tiers.nvme.store import Changes, Loaded, Namespace, RecordStore
+from kvstore.tiers.nvme.store import Changes, Items, Loaded, Namespace, RecordStore
 from kvstore.types import ALIGN
 
 Progress = Callable[[int, int], None]
@@ -52,7 +52,7 @@ class Kind(StrEnum):
     BEYOND = "beyond the slab's end"
     NO_KEY = "sealed, and its tenant has no data key"
     UNREADABLE = "cannot be read"
-    OVERLAP = "slot belongs to another block"
+    SUPERSEDED = "a later record has the same block"
     CHECKSUM = "wrong checksum"
 
 
@@ -75,7 +75,7 @@ class Finding:
 class Report:
     """The result of a check. `verdict` has 0 or the number of a `Kind` for each row of `blocks`.
 
-    `damaged` has raw keys of the table of blocks, `orphans` files. `repaired` means that all problems are.
+    `damaged` has what is no valid record, `orphans` files. `repaired` means that all problems are.
     `unchecked` counts encrypted blocks that were not read without the master key.
     """
 
@@ -83,7 +83,7 @@ class Report:
     extents: int
     blocks: Blocks
     verdict: npt.NDArray[np.uint8]
-    damaged: list[bytes]
+    damaged: Damaged
     no_slab: list[int] = field(default_factory=list)
     short: dict[int, Path] = field(default_factory=dict)
     orphans: dict[int, Path] = field(default_factory=dict)
@@ -104,7 +104,8 @@ class Report:
         yield from (Finding(Kind.NO_SLAB, extent) for extent in self.no_slab)
         yield from (Finding(Kind.SHORT_SLAB, extent) for extent in self.short)
         yield from (Finding(Kind.ORPHAN, extent) for extent in self.orphans)
-        yield from (Finding(Kind.DAMAGED, key=raw) for raw in self.damaged)
+        yield from (Finding(Kind.DAMAGED, key=raw) for raw in self.damaged.pages)
+        yield from (Finding(Kind.DAMAGED, *divmod(place, 1 << 32)) for place in self.damaged.places.tolist())
         kinds = tuple(Kind)
         blocks = self.blocks
         for i in np.flatnonzero(self.verdict).tolist():
@@ -113,7 +114,7 @@ class Report:
                 int(blocks.extent[i]),
                 int(blocks.index[i]),
                 int(blocks.ns[i]),
-                _key(blocks, i),
+                blocks.key(i),
             )
 
 
@@ -122,9 +123,9 @@ def fsck(
 ) -> Report:
     """Checks a folder. `repair` deletes bad records and orphan slabs and gives short slabs their size.
 
-    `limit_bytes` is nvme.limit if known: unnamed slabs beyond it are orphans too. Of two records for one
-    slot, the record that the checksum proves is kept. Encrypted blocks are kept unchecked without `master`.
-    TierError if the folder is absent, in use, unreadable or unrepairable, or if `master` is another key.
+    `limit_bytes` is nvme.limit if known: unnamed slabs beyond it are orphans too. Encrypted blocks are kept
+    unchecked without `master`. TierError if the folder is absent, in use, of an earlier format, unreadable or
+    unrepairable, or if `master` is another key.
     """
     with closing(RecordStore(folder, None, _MAP_BYTES)) as store:
         try:
@@ -191,7 +192,9 @@ def _places(
         Kind.BEYOND: index * slot + stored > slab,
         Kind.NO_KEY: np.isin(blocks.ns, keyless),
     }
-    return np.select(list(tests.values()), [_NUMBERS[kind] for kind in tests], _GOOD).astype(np.uint8)
+    verdict = np.select(list(tests.values()), [_NUMBERS[kind] for kind in tests], _GOOD).astype(np.uint8)
+    verdict[blocks.superseded(verdict == _GOOD)] = _NUMBERS[Kind.SUPERSEDED]
+    return verdict
 
 
 def _read(
@@ -221,10 +224,6 @@ def _read(
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)
-    place = blocks.extent[rows].astype(np.uint64) << 32 | blocks.index[rows]
-    same = place[1:] == place[:-1]
-    shared = rows[np.append(same, False) | np.insert(same, 0, False)] if len(rows) else rows
-    verdict[shared[verdict[shared] == _NUMBERS[Kind.CHECKSUM]]] = _NUMBERS[Kind.OVERLAP]
 
 
 _Proof = Callable[[bytes, int, int, memoryview], bool]
@@ -281,7 +280,7 @@ def _verify_run(
     for i in run.tolist():
         start, prove = (int(blocks.index[i]) - first) * slot_bytes, proofs[int(blocks.ns[i])]
         slot = data[start : start + slot_bytes]
-        if not prove(_key(blocks, i), int(blocks.length[i]), int(blocks.checksum[i]), slot):
+        if not prove(blocks.key(i), int(blocks.length[i]), int(blocks.checksum[i]), slot):
             report.verdict[i] = _NUMBERS[Kind.CHECKSUM]
 
 
@@ -297,10 +296,12 @@ def _pread(fd: int, nbytes: int, offset: int) -> memoryview:
 def _repair(store: RecordStore, report: Report) -> None:
     """Deletes records first: a crash in between leaves files that the next check finds."""
     blocks = report.blocks
-    bad = np.flatnonzero(report.verdict).tolist()
-    raw = [*report.damaged, *(ID.pack(int(blocks.ns[i])) + _key(blocks, i) for i in bad)]
-    changes: Changes = {"blocks": dict.fromkeys(raw), "extents": dict.fromkeys(map(ID.pack, report.no_slab))}
-    store.commit(changes)
+    tables: dict[str, Items] = {
+        "slots": dict.fromkeys(report.damaged.pages),
+        "extents": dict.fromkeys(map(ID.pack, report.no_slab)),
+    }
+    bad = np.append(report.damaged.places, blocks.places[report.verdict != _GOOD])
+    store.commit(Changes(tables, [deletions(bad)]))
     for path in report.orphans.values():
         path.unlink()
     for path in report.short.values():
@@ -311,8 +312,3 @@ def _repair(store: RecordStore, report: Report) -> None:
         finally:
             os.close(fd)
     report.repaired = True
-
-
-def _key(blocks: Blocks, i: int) -> bytes:
-    padded: bytes = blocks.keys[i].tobytes()
-    return padded[: blocks.key_bytes[i]]

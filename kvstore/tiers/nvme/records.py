@@ -1,20 +1,23 @@
-"""Records of blocks on NVMe, and their bytes.
+"""Records of blocks on NVMe, and their bytes: one row a slot, 32 neighbouring slots a page.
 
-    key     namespace id u32 big-endian | the block's key, 1 to 64 bytes
-    value   extent u32 | index u32 | version u64 | length u32 | checksum u64 | stored_at f64 | check u64
-            | parent's key
+    key     extent u32 big-endian | number of the page in its extent u32 big-endian
+    value   32 rows, each: namespace id u32 | length u32 | version u64 | checksum u64 | stored_at f64
+            | check u64 | bytes of the key u8 | bytes of the parent's key u8 | 6 zeros | key | parent's key
 
-Values are little-endian and packed; the parent's key runs to the end and is empty for a root. `check` covers
-all other fields and the key, so a record that a device altered is invalid. It is a sum of products, which
-numpy computes for a million records at once.
+Numbers are little-endian. Keys are padded with zeros to the longest one of their page, in steps of 8 bytes. A
+slot without a block has a row of zeros; the parent's key of a root is empty. `check` covers all other fields
+and the slot, so a record that a device altered or misplaced is invalid. It is a sum of products, which numpy
+computes for a million records at once.
+
+A put usually gets neighbouring slots, so it changes few pages. With keys of 32 bytes, a page fits one of LMDB's.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
-from itertools import compress, islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -27,10 +30,59 @@ if TYPE_CHECKING:
 
     Column: TypeAlias = Sequence[float] | NDArray[Any]
 
+Places: TypeAlias = "NDArray[np.uint64]"
+"""Slots, each as extent << 32 | index within it."""
+
 ID = struct.Struct(">I")
-_FACTORS = np.arange(1, 24, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) | np.uint64(1)
+_SLOT_BITS = 5
+PAGE_SLOTS = 1 << _SLOT_BITS
+_PAGE_BITS = 32 - _SLOT_BITS
+_PAGE_KEY = struct.Struct(">II")
+_FACTORS = np.arange(1, 26, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) | np.uint64(1)
 _MOST_NUMBERS = 1 << 20  # of namespaces or extents; more is damage
-_CHUNK = 1 << 16  # records that exist as Python objects at one time while loading
+_CHUNK = 1 << 12  # pages that exist as Python objects at one time while loading
+
+_NUMBERS = [("ns", "<u4"), ("length", "<u4"), ("version", "<u8"), ("checksum", "<u8"), ("stored_at", "<f8")]
+_FIXED = [*_NUMBERS, ("check", "<u8"), ("key_bytes", "u1"), ("parent_bytes", "u1"), ("zeros", "u1", 6)]
+CHECKED = ("ns", "extent", "index", "version", "length", "checksum", "stored_at")
+"""The numbers that a check covers, in this order."""
+
+
+def _row(width: int) -> np.dtype[np.void]:
+    """Returns the row of a page whose longest key has `width` bytes."""
+    return np.dtype([*_FIXED, ("key", "u1", (width,)), ("parent", "u1", (width,))])
+
+
+ROW = _row(MAX_KEY_BYTES)
+_WIDTHS = {PAGE_SLOTS * _row(width).itemsize: width for width in range(8, MAX_KEY_BYTES + 1, 8)}
+"""The width of keys, by the bytes of a page."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRecords:
+    """New records of slots, in the order in which they were made. A row of zeros deletes a record."""
+
+    places: Places
+    rows: NDArray[np.void]
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+
+def deletions(places: Places) -> SlotRecords:
+    """Returns the deletion of the records of slots."""
+    return SlotRecords(places.astype(np.uint64), np.zeros(len(places), ROW))
+
+
+def merged(records: Sequence[SlotRecords]) -> SlotRecords:
+    """Returns the last record of each slot, in the order of the slots."""
+    places = np.concatenate([np.empty(0, np.uint64), *(each.places for each in records)])
+    rows = np.concatenate([np.empty(0, ROW), *(each.rows for each in records)])
+    order = np.argsort(places, kind="stable")
+    ordered = places[order]
+    last = np.ones(len(order), np.bool_)
+    last[:-1] = ordered[1:] != ordered[:-1]
+    return SlotRecords(ordered[last], rows[order[last]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,48 +105,116 @@ class RecordBatch:
     def __len__(self) -> int:
         return len(self.keys)
 
-    def pack(self) -> list[tuple[bytes, bytes]]:
-        """Returns a (key, value) pair a record. MisuseError if lengths differ or a value is too large."""
+    def pack(self) -> SlotRecords:
+        """Returns the records. MisuseError if lengths differ or a value is too large."""
         n = len(self.keys)
         try:
-            numbers = [np.asarray(getattr(self, name), _DTYPES[name]) for name in _CHECKED_NUMBERS]
+            numbers = {name: np.asarray(getattr(self, name), _DTYPES[name]) for name in CHECKED}
         except (OverflowError, ValueError, TypeError) as error:
             raise MisuseError(f"records that cannot be packed: {error}") from error
-        if any(len(column) != n for column in (*numbers, self.parents)):
+        if any(len(column) != n for column in (*numbers.values(), self.parents)):
             raise MisuseError("records that cannot be packed: columns of several lengths")
         if not all(0 < len(key) <= MAX_KEY_BYTES for key in self.keys) or any(
             len(parent) > MAX_KEY_BYTES for parent in self.parents
         ):
             raise MisuseError("a record whose key or parent is too long or empty", "keys have 1 to 64 bytes")
-        records = np.empty(n, RECORD)
-        for (name, _), column in zip(_NUMBERS, numbers[1:], strict=True):
-            records[name] = column
-        records["check"] = _checks(_padded(self.keys), _padded(self.parents), numbers)
-        ids, raw = numbers[0].astype(">u4").tobytes(), records.tobytes()
-        return [
-            (ids[4 * i : 4 * i + 4] + key, raw[_FIXED_BYTES * i : _FIXED_BYTES * (i + 1)] + parent)
-            for i, (key, parent) in enumerate(zip(self.keys, self.parents, strict=True))
-        ]
+        sizes = [np.fromiter(map(len, some), np.uint8, n) for some in (self.keys, self.parents)]
+        return packed(padded(self.keys), sizes[0], padded(self.parents), sizes[1], numbers)
 
 
-def _padded(keys: Sequence[bytes]) -> NDArray[np.uint8]:
+def packed(
+    keys: NDArray[np.uint8],
+    key_bytes: NDArray[np.uint8],
+    parents: NDArray[np.uint8],
+    parent_bytes: NDArray[np.uint8],
+    numbers: dict[str, NDArray[Any]],
+) -> SlotRecords:
+    """Returns records of blocks. Keys have shape (n, 64), padded with zeros. `numbers`: the other columns."""
+    rows = np.zeros(len(keys), ROW)
+    for name, _ in _NUMBERS:
+        rows[name] = numbers[name]
+    rows["key"], rows["parent"] = keys, parents
+    rows["key_bytes"], rows["parent_bytes"] = key_bytes, parent_bytes
+    rows["check"] = checks(keys, parents, [numbers[name] for name in CHECKED], key_bytes, parent_bytes)
+    places = numbers["extent"].astype(np.uint64) << np.uint64(32) | numbers["index"].astype(np.uint64)
+    return SlotRecords(places, rows)
+
+
+def padded(keys: Sequence[bytes]) -> NDArray[np.uint8]:
+    """Returns keys with shape (n, 64), padded with zeros."""
     raw = b"".join([key.ljust(MAX_KEY_BYTES, b"\0") for key in keys])
     return np.frombuffer(raw, np.uint8).reshape(len(keys), MAX_KEY_BYTES)
 
 
-def _checks(
-    keys: NDArray[np.uint8], parents: NDArray[np.uint8], numbers: Sequence[NDArray[Any]]
+def checks(
+    keys: NDArray[np.uint8],
+    parents: NDArray[np.uint8],
+    numbers: Sequence[NDArray[Any]],
+    *sizes: NDArray[np.uint8],
 ) -> NDArray[np.uint64]:
-    """Returns the check of each record, from keys and parents padded with zeros, and its numbers."""
+    """Returns the check of each record: of keys and parents padded with zeros, numbers, sizes of keys."""
     words = MAX_KEY_BYTES // 8
-    mixed: NDArray[np.uint64] = keys.view("<u8") @ _FACTORS[:words]
-    mixed += parents.view("<u8") @ _FACTORS[words : 2 * words]
-    for column, factor in zip(numbers, _FACTORS[2 * words :], strict=True):
+    mixed: NDArray[np.uint64] = keys.view("<u8") @ _FACTORS[: keys.shape[1] // 8]
+    mixed += parents.view("<u8") @ _FACTORS[words : words + parents.shape[1] // 8]
+    for column, factor in zip((*numbers, *sizes), _FACTORS[2 * words :], strict=False):
         as_words = column.view(np.uint64) if column.dtype == np.float64 else column.astype(np.uint64)
         mixed += as_words * factor
     mixed ^= mixed >> np.uint64(32)
     mixed *= _FACTORS[0]
     return mixed
+
+
+# -- pages
+
+
+def rewritten(
+    page_of: Callable[[bytes], bytes | None], changes: Sequence[SlotRecords]
+) -> list[tuple[bytes, bytes | None]]:
+    """Returns the pages that differ after changes, by key and in its order. None: the page is empty.
+
+    `page_of` returns the present page of a key.
+    """
+    new = merged(changes)
+    if not len(new):
+        return []
+    number = new.places >> np.uint64(_SLOT_BITS)
+    first = np.flatnonzero(np.append(True, number[1:] != number[:-1]))
+    keys = _page_keys(number[first])
+    pages = np.zeros((len(first), PAGE_SLOTS), ROW)
+    old = [page_of(key) for key in keys]
+    for nbytes in {len(page) for page in old if page is not None} & _WIDTHS.keys():
+        which = [i for i, page in enumerate(old) if page is not None and len(page) == nbytes]
+        raw = b"".join(page for page in old if page is not None and len(page) == nbytes)
+        _copy(np.frombuffer(raw, _row(_WIDTHS[nbytes])).reshape(-1, PAGE_SLOTS), pages, which)
+    page = np.repeat(np.arange(len(first)), np.diff(first, append=len(new)))
+    pages[page, (new.places & np.uint64(PAGE_SLOTS - 1)).astype(np.int64)] = new.rows
+    values: list[bytes | None] = [None] * len(keys)
+    longest = np.maximum(pages["key_bytes"], pages["parent_bytes"]).max(axis=1)
+    widths = np.minimum(-(-longest.astype(np.int64) // 8) * 8, MAX_KEY_BYTES)
+    for width in np.unique(widths[widths > 0]).tolist():
+        which = np.flatnonzero(widths == width).tolist()
+        narrow = np.zeros((len(which), PAGE_SLOTS), _row(width))
+        _copy(pages[which], narrow, slice(None))
+        raw, nbytes = narrow.tobytes(), narrow[0].nbytes
+        for at, i in enumerate(which):
+            values[i] = raw[at * nbytes : (at + 1) * nbytes]
+    return list(zip(keys, values, strict=True))
+
+
+def _copy(source: NDArray[np.void], target: NDArray[np.void], which: Any) -> None:
+    """Copies rows field by field. Keys keep the bytes that fit the rows of `target`."""
+    width = min(source.dtype["key"].itemsize, target.dtype["key"].itemsize)
+    for name, *_ in _FIXED:
+        target[name][which] = source[name]
+    for name in ("key", "parent"):
+        target[name][which, :, :width] = source[name][..., :width]
+
+
+def _page_keys(numbers: Places) -> list[bytes]:
+    """Returns the keys of pages: `numbers` are places without the bits of the slot."""
+    columns = numbers >> np.uint64(_PAGE_BITS), numbers & np.uint64((1 << _PAGE_BITS) - 1)
+    raw = np.stack(columns, axis=1).astype(">u4").tobytes()
+    return [raw[i : i + _PAGE_KEY.size] for i in range(0, len(raw), _PAGE_KEY.size)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +239,32 @@ class Blocks:
     def __len__(self) -> int:
         return len(self.ns)
 
+    @property
+    def places(self) -> Places:
+        """The slot of each block."""
+        return self.extent.astype(np.uint64) << np.uint64(32) | self.index
+
+    def key(self, i: int) -> bytes:
+        """Returns the key of block i."""
+        padded: bytes = self.keys[i].tobytes()
+        return padded[: self.key_bytes[i]]
+
+    def superseded(self, usable: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Returns which usable records have a block that a later usable record has in another slot."""
+        hashes = self.keys.view("<u8") @ _FACTORS[: MAX_KEY_BYTES // 8]
+        hashes += self.key_bytes * _FACTORS[8] + self.ns * _FACTORS[9]
+        order = np.flatnonzero(usable)
+        order = order[np.argsort(hashes[order], kind="stable")]
+        alike = np.flatnonzero(hashes[order[1:]] == hashes[order[:-1]])
+        old = np.zeros(len(self), np.bool_)
+        latest: dict[tuple[int, bytes], int] = {}
+        for i in np.unique(np.append(order[alike], order[alike + 1])).tolist():
+            block = int(self.ns[i]), self.key(i)
+            if block in latest:
+                old[latest[block]] = True
+            latest[block] = i
+        return old
+
 
 _DTYPES: dict[str, Any] = {
     "ns": np.uint32,
@@ -133,74 +279,83 @@ _DTYPES: dict[str, Any] = {
     "checksum": np.uint64,
     "stored_at": np.float64,
 }
-_NUMBERS = [("extent", "<u4"), ("index", "<u4"), ("version", "<u8"), ("length", "<u4")]
-_NUMBERS += [("checksum", "<u8"), ("stored_at", "<f8")]
-_CHECKED = [*_NUMBERS, ("check", "<u8")]
-RECORD = np.dtype(_CHECKED)
-"""The fields of a record before the parent's key."""
-_FIXED_BYTES = RECORD.itemsize
-_CHECKED_NUMBERS = ("ns", *(name for name, _ in _NUMBERS))
 
 
-def unpack(pairs: Iterable[tuple[bytes, bytes]], count: int) -> tuple[Blocks, list[bytes]]:
-    """Returns the columns of `count` (key, value) pairs, and the keys of invalid records.
+@dataclass(slots=True)
+class Damaged:
+    """What cannot be decoded: keys of whole pages, and places of single records."""
 
-    Pairs of equal lengths are read as one array: about 1 us a record.
-    """
-    columns = {name: np.zeros(count, dtype) for name, dtype in _DTYPES.items()}
-    rest, at = iter(pairs), 0
-    damaged: list[bytes] = []
+    pages: list[bytes] = field(default_factory=list)
+    places: Places = field(default_factory=lambda: np.empty(0, np.uint64))
+
+    def __len__(self) -> int:
+        return len(self.pages) + len(self.places)
+
+
+def unpack(pages: Iterable[tuple[bytes, bytes]], count: int) -> tuple[Blocks, Damaged]:
+    """Returns the blocks of `count` pages, and what is damaged."""
+    columns = {name: np.zeros(count * PAGE_SLOTS, dtype) for name, dtype in _DTYPES.items()}
+    rest, at = iter(pages), 0
+    damaged = Damaged()
+    bad: list[Places] = []
     while chunk := list(islice(rest, _CHUNK)):
-        for (key_bytes, value_bytes), (keys, values) in _by_length(chunk):
-            size, parent_bytes = key_bytes - ID.size, value_bytes - _FIXED_BYTES
-            if not 0 < size <= MAX_KEY_BYTES or not 0 <= parent_bytes <= MAX_KEY_BYTES:
-                damaged += keys
-                continue
-            good = _fill(columns, at, keys, values, size, parent_bytes)
-            damaged += [keys[i] for i in np.flatnonzero(~good).tolist()]
+        for width, keys, values in _by_width(chunk, damaged):
+            rows = np.frombuffer(b"".join(values), _row(width))
+            page = np.repeat(np.frombuffer(b"".join(keys), ">u4").reshape(-1, 2), PAGE_SLOTS, axis=0)
+            extent, index = page[:, 0].astype(np.uint32), page[:, 1].astype(np.uint32) * np.uint32(PAGE_SLOTS)
+            index += np.tile(np.arange(PAGE_SLOTS, dtype=np.uint32), len(values))
+            good = _fill(columns, at, rows, extent, index)
             at += int(good.sum())
+            others = np.flatnonzero(~good)
+            words = rows[others].view(np.uint64).reshape(len(others), rows.itemsize // 8)
+            others = others[words.any(axis=1)]
+            bad.append(extent[others].astype(np.uint64) << np.uint64(32) | index[others])
+    damaged.places = np.concatenate([damaged.places, *bad])
     order = np.lexsort((columns["version"][:at], columns["stored_at"][:at]))
     return Blocks(**{name: column.take(order, axis=0) for name, column in columns.items()}), damaged
 
 
-def _by_length(
-    chunk: list[tuple[bytes, bytes]],
-) -> Iterator[tuple[tuple[int, int], tuple[Sequence[bytes], Sequence[bytes]]]]:
-    """Yields lengths of key and value, and the keys and values of these lengths."""
-    keys, values = zip(*chunk, strict=True)
-    lengths = np.array([*map(len, keys)]) << 32 | np.array([*map(len, values)])
-    for each in np.unique(lengths).tolist():
-        which = (lengths == each).tolist()
-        yield divmod(each, 1 << 32), (list(compress(keys, which)), list(compress(values, which)))
+def _by_width(
+    chunk: list[tuple[bytes, bytes]], damaged: Damaged
+) -> Iterator[tuple[int, Sequence[bytes], Sequence[bytes]]]:
+    """Yields the width of keys, and the keys and values of the pages with it."""
+    by_width: dict[int, list[tuple[bytes, bytes]]] = {}
+    for key, value in chunk:
+        if (
+            len(value) in _WIDTHS
+            and len(key) == _PAGE_KEY.size
+            and not _PAGE_KEY.unpack(key)[1] >> _PAGE_BITS
+        ):
+            by_width.setdefault(_WIDTHS[len(value)], []).append((key, value))
+        else:
+            damaged.pages.append(key)
+    for width, some in by_width.items():
+        keys, values = zip(*some, strict=True)
+        yield width, keys, values
 
 
 def _fill(
     columns: dict[str, NDArray[Any]],
     at: int,
-    keys: Sequence[bytes],
-    values: Sequence[bytes],
-    key_bytes: int,
-    parent_bytes: int,
+    rows: NDArray[np.void],
+    extent: NDArray[np.uint32],
+    index: NDArray[np.uint32],
 ) -> NDArray[np.bool_]:
-    """Fills rows from `at` on with the valid records. Returns which are valid."""
-    key = np.frombuffer(b"".join(keys), [("ns", ">u4"), ("key", "u1", (key_bytes,))])
-    value = np.frombuffer(b"".join(values), [*_CHECKED, ("parent", "u1", (parent_bytes,))])
-    rows = slice(at, at + len(keys))
-    columns["ns"][rows] = key["ns"]
-    columns["keys"][rows, :key_bytes] = key["key"]
-    columns["key_bytes"][rows] = key_bytes
-    columns["parents"][rows, :parent_bytes] = value["parent"]
-    columns["parent_bytes"][rows] = parent_bytes
-    for name, _ in _NUMBERS:
-        columns[name][rows] = value[name]
-    numbers = [columns[name][rows] for name in _CHECKED_NUMBERS]
-    good: NDArray[np.bool_] = (
-        _checks(columns["keys"][rows], columns["parents"][rows], numbers) == value["check"]
-    )
-    if not good.all():
-        for column in columns.values():
-            column[at : at + int(good.sum())] = column[rows][good]
-            column[at + int(good.sum()) : rows.stop] = 0
+    """Fills columns from `at` on with the valid rows. Returns which are valid."""
+    keys, parents = (np.ascontiguousarray(rows[name]) for name in ("key", "parent"))
+    width = keys.shape[1]
+    numbers = {name: np.ascontiguousarray(rows[name], _DTYPES[name]) for name, _ in _NUMBERS}
+    numbers |= {"extent": extent, "index": index}
+    sizes = rows["key_bytes"], rows["parent_bytes"]
+    found = checks(keys, parents, [numbers[name] for name in CHECKED], *sizes)
+    good: NDArray[np.bool_] = (found == rows["check"]) & (rows["parent_bytes"] <= width)
+    good &= (rows["key_bytes"] > 0) & (rows["key_bytes"] <= width)
+    here = slice(at, at + int(good.sum()))
+    for name, column in numbers.items():
+        columns[name][here] = column[good]
+    columns["keys"][here, :width], columns["parents"][here, :width] = keys[good], parents[good]
+    for name in ("key_bytes", "parent_bytes"):
+        columns[name][here] = rows[name][good]
     return good
 
 
@@ -215,4 +370,4 @@ def mapped(
     return found
 
 
-assert [field.name for field in fields(Blocks)] == list(_DTYPES)
+assert [each.name for each in fields(Blocks)] == list(_DTYPES)

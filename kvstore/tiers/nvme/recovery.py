@@ -51,7 +51,7 @@ def recover(journal: Journal, slabs: Slabs, count: int, keys: TenantKeys) -> Rec
     sizes = _open_slabs(slabs, loaded.extents, count)
     slot_sizes = {extent: loaded.extents[extent] for extent in sizes}
     owners = {extent: loaded.owners[extent] for extent in sizes}
-    if loaded.damaged:
+    if len(loaded.damaged):
         _log.error("%d records are damaged: their blocks are lost", len(loaded.damaged))
         journal.forget(loaded.damaged)
     usable = _fits(loaded.blocks, loaded.namespaces, slot_sizes, sizes)
@@ -62,6 +62,9 @@ def recover(journal: Journal, slabs: Slabs, count: int, keys: TenantKeys) -> Rec
     strays = usable & strangers(loaded)
     _forget(journal, loaded.blocks, strays, "they lie in another tenant's extents")
     usable &= ~strays
+    old = loaded.blocks.superseded(usable)
+    _forget(journal, loaded.blocks, old, "later records have the same blocks")
+    usable &= ~old
     for extent in set(loaded.extents) - set(slot_sizes):
         slabs.remove(extent)
         journal.delete_extent(extent)
@@ -103,17 +106,13 @@ def _open_slabs(slabs: Slabs, extents: dict[int, int], count: int) -> dict[int, 
 def _fits(
     blocks: Blocks, namespaces: dict[int, Namespace], slot_sizes: dict[int, int], sizes: dict[int, int]
 ) -> npt.NDArray[np.bool_]:
-    """Returns which records name an existing slot of their namespace's size that no later record names."""
+    """Returns which records name an existing slot of their namespace's size."""
     payloads = {n: namespace.layout["block_bytes"] for n, namespace in namespaces.items()}
     wanted = mapped(blocks.ns, {n: slot_bytes(namespace.stored_bytes) for n, namespace in namespaces.items()})
     found = mapped(blocks.extent, slot_sizes)
     fits: npt.NDArray[np.bool_] = (found == wanted) & (found > 0)
     fits &= blocks.length == mapped(blocks.ns, payloads)
-    fits &= (blocks.index.astype(np.int64) + 1) * found <= mapped(blocks.extent, sizes)
-    place = np.where(fits, blocks.extent.astype(np.int64) << 32 | blocks.index, -1)
-    latest = np.zeros(len(fits), np.bool_)
-    latest[len(fits) - 1 - np.unique(place[::-1], return_index=True)[1]] = True
-    return fits & latest
+    return fits & ((blocks.index.astype(np.int64) + 1) * found <= mapped(blocks.extent, sizes))
 
 
 def strangers(loaded: Loaded) -> npt.NDArray[np.bool_]:
@@ -131,9 +130,7 @@ def strangers(loaded: Loaded) -> npt.NDArray[np.bool_]:
 def _forget(journal: Journal, blocks: Blocks, which: npt.NDArray[np.bool_], why: str) -> None:
     if which.any():
         _log.warning("%d blocks are forgotten: %s", which.sum(), why)
-    for ns in np.unique(blocks.ns[which]).tolist():
-        some = np.flatnonzero(which & (blocks.ns == ns))
-        journal.delete(ns, [blocks.keys[i].tobytes()[: blocks.key_bytes[i]] for i in some.tolist()])
+        journal.delete(blocks.places[which])
 
 
 def _restore(blocks: Blocks, usable: npt.NDArray[np.bool_]) -> Restore:

@@ -244,10 +244,7 @@ class NvmeTier:
 
     def forget(self, blocks: Restore) -> None:
         """Deletes the records of recovered blocks."""
-        for namespace in np.unique(blocks.namespace).tolist():
-            some = np.flatnonzero(blocks.namespace == namespace).tolist()
-            keys = [blocks.keys[i].tobytes()[: blocks.key_bytes[i]] for i in some]
-            self.journal.delete(namespace, keys)
+        self.journal.delete(blocks.extent.astype(np.uint64) << np.uint64(32) | blocks.index)
 
     def put_namespace(self, number: int, namespace: Namespace) -> None:
         """Records the namespace of a number, encrypted if its tenant is.

@@ -97,8 +97,7 @@ class BlockWriter:
                 if place in self._writing:
                     self._writing[place] = False
             self._undurable_drops.update(dict.fromkeys(extents, number))
-            for namespace in np.unique(identity.namespace).tolist():
-                self._journal.delete(namespace, identity.only(identity.namespace == namespace).keys())
+            self._journal.delete(where.place)
             self._journal.when_durable(partial(self._dropped, extents, number))
 
     def _dropped(self, extents: list[int], number: int, error: Exception | None) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvstore.core.actions import Answer, Deny
@@ -19,6 +20,7 @@ from kvstore.tiers.nvme.journal import Journal, RecordBatch
 from kvstore.tiers.nvme.store import RecordStore
 
 MIB = 1 << 20
+SLOT = np.zeros(1, np.uint64)
 BLOCK = RecordBatch((1,), (b"x",), (b"",), (0,), (0,), (1,), (4096,), (1,), (0.0,))
 NEW = b"new name".ljust(16, b".")
 
@@ -57,14 +59,14 @@ class Node:
         self.durability.history = resolution.history
         for journal, current in zip(journals, resolution.current, strict=True):
             if not current:
-                journal.delete(1, [b"x"])
+                journal.delete(SLOT)
                 journal.put_generations(resolution.history)
                 journal.step()
         return dict(zip(self.tiers.devices, resolution.current, strict=True))
 
     def _delete(self, requester: Any, request: int, event: object) -> None:
         for device in self.tiers.devices.values():
-            device.journal.delete(1, [b"x"])
+            device.journal.delete(SLOT)
         self.core_answers.append(lambda: requester.answer(request, Answer(request, 1)))
         if not self.core_waits:
             self.core_answers.pop()()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import struct
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from kvstore.errors import MisuseError, TierError
 from kvstore.tiers.nvme import journal as journal_module
 from kvstore.tiers.nvme.generations import History, resolve
 from kvstore.tiers.nvme.journal import Blocks, Journal, Namespace, RecordBatch
-from kvstore.tiers.nvme.store import FORMAT, RecordStore
+from kvstore.tiers.nvme.records import PAGE_SLOTS
+from kvstore.tiers.nvme.store import FORMAT, Changes, RecordStore
 from tests.tiers.nvme.disks import KINDS, small_disk
 
 WAIT_S = 30.0
@@ -30,16 +31,26 @@ MIB = 1 << 20
 NOTHING_TO_SYNC = int  # any callable without arguments that succeeds
 
 
+def places(*keys: bytes, ns: int = 1) -> Any:
+    """A slot for each key: the same one each time, and another for each."""
+    found = {(ns, key): SLOTS.setdefault((ns, key), 5 * len(SLOTS)) for key in keys}
+    return np.array([3 << 32 | found[ns, key] for key in keys], np.uint64)
+
+
+SLOTS: dict[tuple[int, bytes], int] = {}
+
+
 def batch(
     *keys: bytes, ns: int = 1, version: int = 1, stored_at: float = 0.0, parent: bytes = b""
 ) -> RecordBatch:
     n = len(keys)
+    where = places(*keys, ns=ns)
     return RecordBatch(
         ns=[ns] * n,
         keys=list(keys),
         parents=[parent] * n,
-        extent=[3] * n,
-        index=list(range(n)),
+        extent=(where >> np.uint64(32)).tolist(),
+        index=where.astype(np.uint32).tolist(),
         version=[version] * n,
         length=[65536] * n,
         checksum=[(1 << 64) - 1 - version] * n,
@@ -103,7 +114,7 @@ def sign(
     folder: Path, number: int, extents: dict[int, bytes] | None = None, generation: int | None = None
 ) -> None:
     """Makes it a folder of another format, with such values in its table of extents, and a generation."""
-    with lmdb.open(str(folder / "records"), max_dbs=4) as env, env.begin(write=True) as txn:
+    with lmdb.open(str(folder / "records"), max_dbs=5) as env, env.begin(write=True) as txn:
         txn.put(b"format", number.to_bytes(8, "little"), db=env.open_db(b"meta", txn))
         if generation is not None:
             txn.put(b"generation", generation.to_bytes(8, "little"), db=env.open_db(b"meta", txn))
@@ -112,7 +123,7 @@ def sign(
 
 
 def signed(folder: Path) -> int:
-    with lmdb.open(str(folder / "records"), max_dbs=4, readonly=True) as env, env.begin() as txn:
+    with lmdb.open(str(folder / "records"), max_dbs=5, readonly=True) as env, env.begin() as txn:
         return int.from_bytes(txn.get(b"format", db=env.open_db(b"meta", txn, create=False)), "little")
 
 
@@ -204,7 +215,7 @@ class TestKeeping:
     def test_the_same_key_in_two_namespaces_is_two_blocks(self, journal: Journal) -> None:
         for ns in (1, 2):
             journal.put(batch(b"a", ns=ns), NOTHING_TO_SYNC, lambda _: None)
-        journal.delete(1, [b"a", b"unknown"])
+        journal.delete(places(b"a", b"unknown"))
         journal.drain()
         assert journal.load().blocks.ns.tolist() == [2]
 
@@ -273,10 +284,10 @@ class TestOrder:
             gate.open()
         journal.put(batch(b"deleted", b"twice", b"back"), NOTHING_TO_SYNC, lambda _: None)
         step()
-        journal.delete(1, [b"deleted", b"twice", b"back"])
+        journal.delete(places(b"deleted", b"twice", b"back"))
         step()
         journal.put(batch(b"back", version=2), NOTHING_TO_SYNC, lambda _: None)
-        journal.delete(1, [b"twice"])
+        journal.delete(places(b"twice"))
         gate.open()
         journal.drain()
         assert stored(journal) == {b"gate", b"back"}
@@ -311,7 +322,7 @@ class TestFailing:
             broken.setattr(RecordStore, "commit", fail)
             gate = Gate(journal)
             journal.put(batch(b"new"), NOTHING_TO_SYNC, answers.named("new"))
-            journal.delete(1, [b"old"])
+            journal.delete(places(b"old"))
             journal.put_extent(4, 4096, "default")
             gate.open()
             with pytest.raises(TierError, match=r"cannot write records in .*/tier: .*No space left"):
@@ -332,7 +343,7 @@ class TestFailing:
 
         journal = Journal.open(tmp_path, MIB)
         monkeypatch.setattr(RecordStore, "commit", fail)
-        journal.delete(1, [b"a"])
+        journal.delete(places(b"a"))
         with caplog.at_level(logging.ERROR):
             journal.close()
         assert "deletions were not written" in caplog.text
@@ -389,7 +400,7 @@ class TestFailing:
         journal.put(batch(b"a", b"b", b"c"), NOTHING_TO_SYNC, answers.named("fits"))
         journal.put(batch(b"d", b"e"), NOTHING_TO_SYNC, answers.named("over"))
         journal.put(batch(b"f"), NOTHING_TO_SYNC, answers.named("still fits"))
-        journal.delete(1, [b"a"])
+        journal.delete(places(b"a"))
         gate.open()
         journal.drain()
         assert (answers.told["fits"], answers.told["still fits"]) == (None, None)
@@ -412,7 +423,7 @@ class TestFailing:
         with pytest.raises(TierError, match="closed"):
             journal.put(batch(b"a"), NOTHING_TO_SYNC, lambda _: None)
         with pytest.raises(TierError, match="closed"):
-            journal.delete(1, [b"a"])
+            journal.delete(places(b"a"))
         journal.close()
 
 
@@ -434,25 +445,22 @@ class TestOpening:
 
     def test_another_format_is_refused(self, tmp_path: Path) -> None:
         Journal.open(tmp_path, MIB).close()
-        with lmdb.open(str(tmp_path / "records"), max_dbs=4) as env, env.begin(write=True) as txn:
+        with lmdb.open(str(tmp_path / "records"), max_dbs=5) as env, env.begin(write=True) as txn:
             txn.put(b"format", (99).to_bytes(8, "little"), db=env.open_db(b"meta", txn))
         for _ in range(2):
-            with pytest.raises(TierError, match=f"{tmp_path} holds format 99, this daemon reads 2 to 4"):
+            with pytest.raises(TierError, match=f"{tmp_path} holds format 99, this daemon reads 2 to 5"):
                 Journal.open(tmp_path, MIB)
 
-    @pytest.mark.parametrize("number", [1, 5])
+    @pytest.mark.parametrize("number", [1, 6])
     def test_formats_before_and_after_are_refused(self, tmp_path: Path, number: int) -> None:
         Journal.open(tmp_path, MIB).close()
         sign(tmp_path, number)
-        with pytest.raises(TierError, match=f"holds format {number}, this daemon reads 2 to 4"):
+        with pytest.raises(TierError, match=f"holds format {number}, this daemon reads 2 to 5"):
             Journal.open(tmp_path, MIB)
 
-    def test_the_format_before_is_read_as_the_default_tenants_and_signed_anew(self, tmp_path: Path) -> None:
+    def test_format_2_is_read_as_the_default_tenants_and_signed_anew(self, tmp_path: Path) -> None:
         Journal.open(tmp_path, MIB).close()
         sign(tmp_path, 2, {4: (65536).to_bytes(8, "little")})
-        with closing(RecordStore(tmp_path, None, MIB)) as looked_at:
-            assert looked_at.load().owners == {4: "default"}
-        assert signed(tmp_path) == 2, "looking changes nothing"
         for _ in range(2):
             journal = Journal.open(tmp_path, MIB)
             loaded = journal.load()
@@ -460,22 +468,28 @@ class TestOpening:
             journal.close()
             assert signed(tmp_path) == FORMAT
 
+    def test_an_earlier_format_is_not_only_looked_at(self, tmp_path: Path) -> None:
+        Journal.open(tmp_path, MIB).close()
+        sign(tmp_path, 4)
+        with pytest.raises(TierError, match=f"{tmp_path} holds format 4, not 5") as refused:
+            RecordStore(tmp_path, None, MIB)
+        assert refused.value.hint == "start the daemon once: it converts the records"
+        assert signed(tmp_path) == 4
+
     def test_the_generation_of_an_earlier_format_is_taken_over_once(self, tmp_path: Path) -> None:
         older, newer = tmp_path / "older", tmp_path / "newer"
         for folder, generation in ((older, 2), (newer, 3)):
             Journal.open(folder, MIB).close()
             sign(folder, 3, generation=generation)
-            with closing(RecordStore(folder, None, MIB)) as looked_at:
-                assert len(looked_at.history.committed) == generation
-            assert signed(folder) == 3, "looking changes nothing"
         found = []
         for _ in range(2):
-            for folder in (older, newer):
+            for folder, generation in ((older, 2), (newer, 3)):
                 journal = Journal.open(folder, MIB)
                 found.append(journal.history)
                 journal.close()
+                assert len(found[-1].committed) == generation
                 assert signed(folder) == FORMAT, "an earlier daemon refuses it"
-                with lmdb.open(str(folder / "records"), max_dbs=4) as env, env.begin() as txn:
+                with lmdb.open(str(folder / "records"), max_dbs=5) as env, env.begin() as txn:
                     assert txn.get(b"generation", db=env.open_db(b"meta", txn, create=False)) is None
         assert found[:2] == found[2:]
         assert resolve(found[:2], b"n" * 16).current == (False, True)
@@ -493,7 +507,7 @@ class TestOpening:
 
     def test_damaged_generations_are_refused(self, tmp_path: Path) -> None:
         Journal.open(tmp_path, MIB).close()
-        with lmdb.open(str(tmp_path / "records"), max_dbs=4) as env, env.begin(write=True) as txn:
+        with lmdb.open(str(tmp_path / "records"), max_dbs=5) as env, env.begin(write=True) as txn:
             txn.put(b"generations", b"half a name", db=env.open_db(b"meta", txn))
         with pytest.raises(TierError, match=r"history of generations .* makes no sense") as refused:
             Journal.open(tmp_path, MIB)
@@ -558,7 +572,7 @@ class TestOpening:
     def test_records_that_fill_their_file_are_in_order(self, tmp_path: Path) -> None:
         """One transaction leaves no free page behind: there must be room to try whether one can write."""
         store = RecordStore(tmp_path, MIB, 64 << 20)
-        store.commit({"blocks": dict(batch(*(b"%064d" % i for i in range(100_000))).pack())})
+        store.commit(Changes(slots=[batch(*(b"%064d" % i for i in range(100_000))).pack()]))
         store.close()
         again = RecordStore(tmp_path, MIB, 64 << 20)
         assert again.problems == []
@@ -571,23 +585,30 @@ class TestOpening:
         journal.put_extent(1, 4096, "default")
         journal.put(batch(b"good", b"flipped"), NOTHING_TO_SYNC, answers.named("put"))
         journal.close()
-        with lmdb.open(str(tmp_path / "records"), max_dbs=4) as env, env.begin(write=True) as txn:
-            tables = {name: env.open_db(name, txn) for name in (b"blocks", b"namespaces", b"extents")}
-            [key] = [k for k, _ in txn.cursor(tables[b"blocks"]) if k.endswith(b"flipped")]
-            value = bytearray(txn.get(key, db=tables[b"blocks"]))
-            value[5] ^= 1
-            txn.put(key, bytes(value), db=tables[b"blocks"])
-            txn.put(b"\0\0\0\1short", b"short", db=tables[b"blocks"])
+        with lmdb.open(str(tmp_path / "records"), max_dbs=5) as env, env.begin(write=True) as txn:
+            tables = {name: env.open_db(name, txn) for name in (b"slots", b"namespaces", b"extents")}
+            bad = places(b"flipped")
+            key = struct.pack(">II", 3, int(bad[0]) % (1 << 32) // PAGE_SLOTS)
+            page = bytearray(txn.get(key, db=tables[b"slots"]))
+            page[int(bad[0]) % PAGE_SLOTS * (len(page) // PAGE_SLOTS) + 5] ^= 1
+            txn.put(key, bytes(page), db=tables[b"slots"])
+            misplaced = struct.pack(">II", 4, 1 << 26)
+            txn.put(misplaced, bytes(page), db=tables[b"slots"])
+            txn.put(b"\0\0\0\1short", b"short", db=tables[b"slots"])
             txn.put(b"\0\0\0\2", b"\xc1", db=tables[b"namespaces"])
             txn.put(b"\0\0\0\2", b"odd", db=tables[b"extents"])
         journal = Journal.open(tmp_path, MIB)
         loaded = journal.load()
-        assert [k.tobytes().rstrip(b"\0") for k in loaded.blocks.keys] == [b"good"]
-        assert sorted(loaded.damaged) == sorted([key, b"\0\0\0\1short"])
+        assert keys_of(loaded.blocks) == [b"good"]
+        assert loaded.damaged.pages == [b"\0\0\0\1short"]
+        found = set(loaded.damaged.places.tolist())
+        assert int(bad[0]) in found
+        assert all(place == bad[0] or place >> 32 == 4 for place in found), "a misplaced page is damaged"
         assert set(loaded.namespaces) == set(loaded.extents) == {1}
         journal.forget(loaded.damaged)
         journal.drain()
-        assert journal.load().damaged == []
+        assert len(journal.load().damaged) == 0
+        assert keys_of(journal.load().blocks) == [b"good"]
         journal.close()
 
 
@@ -606,7 +627,7 @@ def put(number):
     n = 1 + number % 7
     keys = [b"%d/%d" % (number, i) for i in range(n)]
     same, checksums = [number] * n, [~number % 2**64] * n
-    records = RecordBatch([1] * n, keys, [b""] * n, [n] * n, same, same, [1] * n, checksums, [0.0] * n)
+    records = RecordBatch([1] * n, keys, [b""] * n, range(n), same, same, [1] * n, checksums, [0.0] * n)
     journal.put(records, int, done)
 
 for number in range(int(sys.argv[2]), 1 << 31):
