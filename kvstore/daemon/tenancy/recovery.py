@@ -87,10 +87,11 @@ class Recovery:
         for number in found.namespaces:
             if number in others or names.at(number) is None:
                 device.forget_namespace(number)
-        ttl_s = {namespace.number: namespace.ttl_s for namespace in names}
-        lives = np.array([ttl_s.get(n, 0.0) for n in found.restore.namespace.tolist()])
         since = found.stored_at - self._clock() + self._core.now()
-        found.restore.ends = np.where(lives > 0, since + lives, np.inf)
+        for namespace in names:
+            if namespace.ttl_s:
+                mine = found.restore.namespace == namespace.number
+                found.restore.ends[mine] = since[mine] + namespace.ttl_s
         self._core.handle(found.restore.only(known))
         if known.any():
             _log.info("%d blocks restored from NVMe", known.sum())

@@ -9,7 +9,7 @@ slot without a block has a row of zeros; the parent's key of a root is empty. `c
 and the slot, so a record that a device altered or misplaced is invalid. It is a sum of products, which numpy
 computes for a million records at once.
 
-A put usually gets neighbouring slots, so it changes few pages. With keys of 32 bytes, a page fits one of LMDB's.
+A put usually gets neighbouring slots, so it changes few pages. A page with keys of 32 bytes fits one of LMDB.
 """
 
 from __future__ import annotations
@@ -253,12 +253,12 @@ class Blocks:
         """Returns which usable records have a block that a later usable record has in another slot."""
         hashes = self.keys.view("<u8") @ _FACTORS[: MAX_KEY_BYTES // 8]
         hashes += self.key_bytes * _FACTORS[8] + self.ns * _FACTORS[9]
-        order = np.flatnonzero(usable)
-        order = order[np.argsort(hashes[order], kind="stable")]
-        alike = np.flatnonzero(hashes[order[1:]] == hashes[order[:-1]])
+        # Values are sorted several times as fast as their indices, and seldom are two alike.
+        ordered = np.sort(hashes[usable])
+        alike = ordered[1:][ordered[1:] == ordered[:-1]]
         old = np.zeros(len(self), np.bool_)
         latest: dict[tuple[int, bytes], int] = {}
-        for i in np.unique(np.append(order[alike], order[alike + 1])).tolist():
+        for i in np.flatnonzero(usable & np.isin(hashes, alike)).tolist() if len(alike) else ():
             block = int(self.ns[i]), self.key(i)
             if block in latest:
                 old[latest[block]] = True
