@@ -12,7 +12,7 @@ from kvstore.tiers import ownership
 from kvstore.tiers.network import objects
 from kvstore.tiers.nvme import records, store
 from kvstore.tiers.nvme.generations import MOST_COMMITTED, MOST_PREPARED, NAME_BYTES
-from kvstore.types import HEADER_BYTES, LABEL_BYTES, SLOT_RECORD
+from kvstore.types import HEADER_BYTES, LABEL_BYTES, MAX_KEY_BYTES, SLOT_RECORD
 from reference.text import cell
 
 _Field = tuple[int, str, str]
@@ -52,13 +52,17 @@ _MEANINGS = {
         "owner": "domain of tenants that may map the extent",
     },
     "record of a block": {
-        "extent": "number of the slab",
-        "index": "index of the slot in the slab",
-        "version": "version of the block",
+        "ns": "number of the namespace",
         "length": "bytes of payload",
+        "version": "version of the block",
         "checksum": "XXH3 of the payload, as in the slot header",
         "stored_at": "time of the put, seconds since 1970",
-        "check": "check of the key and of all other fields",
+        "check": "check of all other fields, and of extent and index of the slot",
+        "key_bytes": "length of the key",
+        "parent_bytes": "length of the parent's key; 0 without a parent",
+        "zeros": "unused",
+        "key": "key, padded with zeros",
+        "parent": "key of the previous block of the chain, padded with zeros",
     },
     "object header": {
         "magic": "`KVOBJECT`",
@@ -107,8 +111,9 @@ with an unknown one start empty.
 | `learned.npz` | state of the eviction policy at the last orderly stop; ignored if unreadable |
 
 LMDB has the tables {", ".join(f"`{table}`" for table in store.TABLES)}. The key of `namespaces` and
-`extents` is a number (u32, big-endian). The key of `blocks` is the number of the namespace (u32,
-big-endian) and the key of the block. `namespaces` has MessagePack arrays: tenant, layout, fingerprint,
+`extents` is a number (u32, big-endian). The key of `slots` is the number of an extent and the number of a
+page in it (both u32, big-endian); a page has the records of {records.PAGE_SLOTS} neighbouring slots.
+`namespaces` has MessagePack arrays: tenant, layout, fingerprint,
 encrypted, readers, TTL in seconds. A layout is a map of the fields of `Layout`; a chain has no `kind`.
 `extents` has the slot size (u64) and the name of the tenant.
 
@@ -117,8 +122,8 @@ names of {NAME_BYTES} bytes: at most {MOST_COMMITTED:,} committed ones, the newe
 {MOST_PREPARED} prepared ones. Formats 2 and 3 have a number (u64) under `generation` instead.
 
 ### Record of a block
-The key of the parent follows, up to the end of the value; it is empty for the first block of a chain
-and for independent blocks.
+The record of a slot without a block is zeros. The keys of a page take as many bytes as its longest one,
+rounded up to 8. The offsets below are those of a page with a key of {MAX_KEY_BYTES} bytes.
 """
     yield from offsets("record of a block")
     yield f"""
@@ -174,6 +179,6 @@ _STRUCTURES = {
     "extent label": _of_array(arena.LABEL),
     "slot header": _of_array(arena.HEADER),
     "ownership row": _of_array(ownership.ROW),
-    "record of a block": _of_array(records.RECORD),
+    "record of a block": _of_array(records.ROW),
     "object header": _of_struct(objects.FIELDS),
 }

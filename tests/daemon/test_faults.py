@@ -580,7 +580,7 @@ def test_a_folder_of_another_version_is_refused_and_left_alone() -> None:
             daemon.start()
         text = str(refused.value)
         assert "exit code 2" in text
-        assert f"{daemon.folder / 'nvme'} holds format 1, this daemon reads 2 to 4" in text
+        assert f"{daemon.folder / 'nvme'} holds format 1, this daemon reads 2 to 5" in text
         assert "run the version that wrote it, or move the folder away to start empty" in text
         assert "Traceback" not in text
         assert (records / "data.mdb").exists()

@@ -38,6 +38,7 @@ from tests.daemons import (
     payloads,
     tier,
 )
+from tests.tiers.nvme.old_format import to_format_4
 
 MIB = 1 << 20
 N = 2400
@@ -329,10 +330,10 @@ def test_devices_that_were_absent_in_turn_restore_no_deleted_block(second: Path,
 
 
 def to_format_3(folder: Path, generation: int) -> None:
-    """Rewrites the records as the version before wrote them: the generation is a number."""
+    """Rewrites the records as a daemon wrote them whose generation is a number."""
+    to_format_4(folder)
     with lmdb.open(str(folder / "records"), max_dbs=8) as env, env.begin(write=True) as txn:
         meta = env.open_db(b"meta", txn, create=False)
-        assert int.from_bytes(txn.get(b"format", db=meta), "little") == 4
         assert txn.delete(b"generations", db=meta)
         for key, number in ((b"format", 3), (b"generation", generation)):
             txn.put(key, number.to_bytes(8, "little"), db=meta)

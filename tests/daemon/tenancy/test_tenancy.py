@@ -44,6 +44,7 @@ from tests.tenants import (
     needs_root,
     peer_of,
 )
+from tests.tiers.nvme.old_format import to_format_4
 
 pytestmark = needs_root
 
@@ -493,6 +494,7 @@ def test_too_many_pending_deletions_are_answered_busy() -> None:
 
 def to_format_2(folder: Path) -> None:
     """Writes a folder's records as daemons did that knew one tenant."""
+    to_format_4(folder)
     number = struct.Struct("<Q")
     with lmdb.open(str(folder / "records"), max_dbs=8) as env, env.begin(write=True) as txn:
         meta, spaces, extents = (env.open_db(n, txn) for n in (b"meta", b"namespaces", b"extents"))

@@ -13,18 +13,16 @@ import pytest
 
 from kvstore.tiers.nvme.journal import Journal
 from kvstore.tiers.nvme.records import (
-    CHECKED,
-    ID,
     PAGE_SLOTS,
     Blocks,
     RecordBatch,
-    checks,
     deletions,
     merged,
     rewritten,
     unpack,
 )
 from kvstore.tiers.nvme.store import FORMAT, TABLES, RecordStore
+from tests.tiers.nvme.old_format import pairs_of
 
 MIB = 1 << 20
 Record = tuple[int, bytes, bytes, int, int, int, float]
@@ -146,18 +144,8 @@ def test_of_two_records_of_a_block_the_earlier_is_superseded() -> None:
 
 
 def old_pairs(slots: Slots) -> list[tuple[bytes, bytes]]:
-    """Key and value of each record in formats 2 to 4."""
-    rows, where = batch(slots).pack().rows, np.array([*slots], np.uint64)
-    numbers = {name: np.ascontiguousarray(rows[name]) for name in CHECKED if name in rows.dtype.names}
-    numbers |= {"extent": where >> np.uint64(32), "index": where.astype(np.uint32)}
-    keys, parents = (np.ascontiguousarray(rows[name]) for name in ("key", "parent"))
-    found = checks(keys, parents, [numbers[name] for name in CHECKED]).tolist()
-    pairs = []
-    for (place, each), check in zip(slots.items(), found, strict=True):
-        ns, key, parent, version, length, checksum, stored_at = each
-        fields = place >> 32, place & 0xFFFFFFFF, version, length, checksum, stored_at, check
-        pairs.append((ID.pack(ns) + key, struct.pack("<IIQIQdQ", *fields) + parent))
-    return pairs
+    pages = rewritten(lambda key: None, [batch(slots).pack()])
+    return pairs_of(unpack([(key, page) for key, page in pages if page is not None], len(pages))[0])
 
 
 def old_folder(folder: Path, pairs: Sequence[tuple[bytes, bytes]], number: int = 4) -> None:
@@ -190,9 +178,9 @@ def test_records_of_earlier_formats_are_converted(tmp_path: Path, number: int) -
 def test_damaged_records_of_an_earlier_format_are_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    good = {1: record(random.Random(1)), 2: record(random.Random(2))}
-    pairs = old_pairs(good | {3: record(random.Random(3))})
-    pairs[2] = pairs[2][0], pairs[2][1][:-1] + bytes([pairs[2][1][-1] ^ 1])
+    good, bad = {n: record(random.Random(n)) for n in (1, 2)}, {3: record(random.Random(3))}
+    pairs, [(key, value)] = old_pairs(good), old_pairs(bad)
+    pairs.append((key, value[:-1] + bytes([value[-1] ^ 1])))
     old_folder(tmp_path, [*pairs, (b"\0\0\0\1short", b"short"), (b"\0\0\0\1", pairs[0][1])])
     journal = Journal.open(tmp_path, MIB)
     assert slots_of(journal.load().blocks) == good
