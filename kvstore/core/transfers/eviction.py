@@ -28,7 +28,7 @@ _MORE_WRITES = 2
 _BUSY_COST = 16
 """Blocks in use that are passed over for the cost of one eviction."""
 
-_AHEAD, _AHEAD_OF = 32, 256
+_AHEAD, _AHEAD_OF = 128, 256
 _EMPTIED_AT_ONCE = 512
 _GIVE_UP_AFTER_S = 10.0
 _NEXT_STEP_S = 0.001
