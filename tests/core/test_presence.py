@@ -92,12 +92,14 @@ def test_a_full_table_is_replaced_by_a_larger_one(monkeypatch: pytest.MonkeyPatc
     w = world(slots=8)
     w.put(1, 1, KEYS[:2])
     filled(w)
-    first = table_of(w)
+    first, room_for = table_of(w), w.p.residency.presence.bytes_for
     assert first.cells.size == 8
+    assert room_for(1) == presence.table_bytes(2)
     w.put(1, 1, KEYS[2:8], KEYS[1])
     assert int(first.words[0]) == PRESENCE_RETIRED
     filled(w)
     assert table_of(w).cells.size >= 16
+    assert room_for(1) == presence.table_bytes(16), "there is room to grow on"
     assert w.lookup(1, KEYS) == 8
 
 
