@@ -122,8 +122,8 @@ names of {NAME_BYTES} bytes: at most {MOST_COMMITTED:,} committed ones, the newe
 {MOST_PREPARED} prepared ones. Formats 2 and 3 have a number (u64) under `generation` instead.
 
 ### Record of a block
-The record of a slot without a block is zeros. The keys of a page take as many bytes as its longest one,
-rounded up to 8. The offsets below are those of a page with a key of {MAX_KEY_BYTES} bytes.
+The record of a slot without a block is zeros. All keys of a page are padded to one width, a multiple of
+8 bytes. The offsets below are those of a width of {MAX_KEY_BYTES}.
 """
     yield from offsets("record of a block")
     yield f"""

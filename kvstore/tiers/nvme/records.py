@@ -4,10 +4,10 @@
     value   32 rows, each: namespace id u32 | length u32 | version u64 | checksum u64 | stored_at f64
             | check u64 | bytes of the key u8 | bytes of the parent's key u8 | 6 zeros | key | parent's key
 
-Numbers are little-endian. Keys are padded with zeros to the longest one of their page, in steps of 8 bytes. A
-slot without a block has a row of zeros; the parent's key of a root is empty. `check` covers all other fields
-and the slot, so a record that a device altered or misplaced is invalid. It is a sum of products, which numpy
-computes for a million records at once.
+Numbers are little-endian. All keys of a page are padded with zeros to one width, a multiple of 8 bytes. A slot
+without a block has a row of zeros; the parent's key of a root is empty. `check` covers all other fields and the
+slot, so a record that a device altered or misplaced is invalid. It is a sum of products, which numpy computes
+for a million records at once.
 
 A put usually gets neighbouring slots, so it changes few pages. A page with keys of 32 bytes fits one of LMDB.
 """
@@ -180,34 +180,47 @@ def rewritten(
     number = new.places >> np.uint64(_SLOT_BITS)
     first = np.flatnonzero(np.append(True, number[1:] != number[:-1]))
     keys = _page_keys(number[first])
-    pages = np.zeros((len(first), PAGE_SLOTS), ROW)
     old = [page_of(key) for key in keys]
-    for nbytes in {len(page) for page in old if page is not None} & _WIDTHS.keys():
-        which = [i for i, page in enumerate(old) if page is not None and len(page) == nbytes]
-        raw = b"".join(page for page in old if page is not None and len(page) == nbytes)
-        _copy(np.frombuffer(raw, _row(_WIDTHS[nbytes])).reshape(-1, PAGE_SLOTS), pages, which)
-    page = np.repeat(np.arange(len(first)), np.diff(first, append=len(new)))
-    pages[page, (new.places & np.uint64(PAGE_SLOTS - 1)).astype(np.int64)] = new.rows
+    longest = np.maximum.reduceat(np.maximum(new.rows["key_bytes"], new.rows["parent_bytes"]), first)
+    widths = np.maximum(-(-longest.astype(np.int64) // 8) * 8, 8)
+    before = np.array([_WIDTHS.get(len(page), 0) if page is not None else 0 for page in old])
+    widths = np.maximum(widths, before)
+    at_page = np.repeat(np.arange(len(first)), np.diff(first, append=len(new)))
+    at_slot = (new.places & np.uint64(PAGE_SLOTS - 1)).astype(np.int64)
     values: list[bytes | None] = [None] * len(keys)
-    longest = np.maximum(pages["key_bytes"], pages["parent_bytes"]).max(axis=1)
-    widths = np.minimum(-(-longest.astype(np.int64) // 8) * 8, MAX_KEY_BYTES)
-    for width in np.unique(widths[widths > 0]).tolist():
-        which = np.flatnonzero(widths == width).tolist()
-        narrow = np.zeros((len(which), PAGE_SLOTS), _row(width))
-        _copy(pages[which], narrow, slice(None))
-        raw, nbytes = narrow.tobytes(), narrow[0].nbytes
-        for at, i in enumerate(which):
-            values[i] = raw[at * nbytes : (at + 1) * nbytes]
+    for width in np.unique(widths).tolist():
+        which = np.flatnonzero(widths == width)
+        pages = _joined([old[i] for i in which.tolist()], before[which], width)
+        rows = np.flatnonzero(widths[at_page] == width)
+        pages[np.searchsorted(which, at_page[rows]), at_slot[rows]] = _with_width(new.rows[rows], width)
+        left: list[int] = pages["key_bytes"].max(axis=1).tolist()
+        raw, nbytes = pages.tobytes(), pages[0].nbytes
+        for n, i in enumerate(which.tolist()):
+            values[i] = raw[n * nbytes : (n + 1) * nbytes] if left[n] else None
     return list(zip(keys, values, strict=True))
 
 
-def _copy(source: NDArray[np.void], target: NDArray[np.void], which: Any) -> None:
-    """Copies rows field by field. Keys keep the bytes that fit the rows of `target`."""
-    width = min(source.dtype["key"].itemsize, target.dtype["key"].itemsize)
+def _joined(pages: list[bytes | None], widths: NDArray[np.int64], width: int) -> NDArray[np.void]:
+    """Returns the rows of pages as an array (n, 32) with keys of `width` bytes. A width of 0: no rows yet."""
+    joined = np.zeros((len(pages), PAGE_SLOTS), _row(width))
+    for each in np.unique(widths[widths > 0]).tolist():
+        which = np.flatnonzero(widths == each)
+        raw = b"".join(pages[i] or b"" for i in which.tolist())
+        joined[which] = _with_width(np.frombuffer(raw, _row(each)), width).reshape(-1, PAGE_SLOTS)
+    return joined
+
+
+def _with_width(rows: NDArray[np.void], width: int) -> NDArray[np.void]:
+    """Returns rows with keys of `width` bytes."""
+    own = rows.dtype["key"].itemsize
+    if own == width:
+        return rows
+    found = np.zeros(len(rows), _row(width))
     for name, *_ in _FIXED:
-        target[name][which] = source[name]
+        found[name] = rows[name]
     for name in ("key", "parent"):
-        target[name][which, :, :width] = source[name][..., :width]
+        found[name][:, : min(own, width)] = rows[name][:, : min(own, width)]
+    return found
 
 
 def _page_keys(numbers: Places) -> list[bytes]:
