@@ -4,10 +4,10 @@
     value   32 rows, each: namespace id u32 | length u32 | version u64 | checksum u64 | stored_at f64
             | check u64 | bytes of the key u8 | bytes of the parent's key u8 | 6 zeros | key | parent's key
 
-Numbers are little-endian. All keys of a page are padded with zeros to one width, a multiple of 8 bytes. A slot
-without a block has a row of zeros; the parent's key of a root is empty. `check` covers all other fields and the
-slot, so a record that a device altered or misplaced is invalid. It is a sum of products, which numpy computes
-for a million records at once.
+Numbers are little-endian. All keys of a page are padded with zeros to one width, a multiple of 8 bytes. The
+row of a slot without a block is zeros; the parent's key of a root is empty. `check` covers all other fields and
+the slot, so a record that a device altered or misplaced is invalid. It is a sum of products, which numpy
+computes for a million records at once.
 
 A put usually gets neighbouring slots, so it changes few pages. A page with keys of 32 bytes fits one of LMDB.
 """
