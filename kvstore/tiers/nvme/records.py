@@ -5,7 +5,7 @@
             | check u64 | bytes of the key u8 | bytes of the parent's key u8 | 6 zeros | key | parent's key
 
 Numbers are little-endian. All keys of a page are padded with zeros to one width, a multiple of 8 bytes. The
-row of a slot without a block is zeros; the parent's key of a root is empty. `check` covers all other fields and
+row of a slot without a block is zeros; a root has an empty parent. `check` covers all other fields and
 the slot, so a record that a device altered or misplaced is invalid. It is a sum of products, which numpy
 computes for a million records at once.
 
