@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import os
 import pty
@@ -23,6 +24,7 @@ class Terminal:
 
     def __init__(self, process: Any, controller: int) -> None:
         self.process, self._controller, self.raw = process, controller, ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def read(self) -> bool:
         """Waits for output. Returns whether there was any; False at the end of the process."""
@@ -30,7 +32,8 @@ class Terminal:
             part = os.read(self._controller, 1 << 16)
         except OSError:  # the last process has closed the terminal
             part = b""
-        self.raw += part.decode(errors="replace")
+        # A read may end within a character.
+        self.raw += self._decoder.decode(part)
         return bool(part)
 
     def read_until(self, wanted: str) -> str:

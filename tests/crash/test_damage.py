@@ -141,8 +141,15 @@ def test_damaged_records_never_keep_a_daemon_from_serving(
     assert _survives(folder, keys)
 
 
+REFUSED = ("holds format", "a history of generations", "move the folder away to start empty")
+"""A daemon refuses a folder of an unknown format or history, which may be a later version's."""
+
+
 def _survives(folder: Path, keys: list[bytes]) -> bool:
-    """Whether a daemon starts on this folder, serves nothing wrong, and lives through writes of all kinds."""
+    """Whether a daemon starts on this folder, serves nothing wrong, and lives through writes of all kinds.
+
+    It also does if it refuses the folder by name.
+    """
     fresh, aside = names(50, "fresh"), set(folder.glob("records.corrupt-*"))
     try:
         with LocalDaemon({**SETTINGS, "nvme": {**SETTINGS["nvme"], "path": folder}}) as daemon:
@@ -157,8 +164,9 @@ def _survives(folder: Path, keys: list[bytes]) -> bool:
                 check_limits(client.status())
             log = log_of(daemon)
             daemon.kill()
-    except UnavailableError:
-        return False
+    except UnavailableError as error:
+        *what, hint = (word in str(error) for word in REFUSED)
+        return "exit code 2" in str(error) and any(what) and hint
     assert all(path.name in log for path in set(folder.glob("records.corrupt-*")) - aside)
     return True
 

@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore import AsyncClient, Client, Layout
 from kvstore.client import prompts as asked
+from kvstore.client.connection import REPORT_S
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.insight.hit_counters import HitCounters, spread
@@ -224,7 +225,7 @@ def test_an_async_client_counts_alike(client: Client, daemon: LocalDaemon) -> No
         async with AsyncClient(daemon.url, deadline_s=30, strict=True) as connected:
             ns = connected.namespace(Layout(model="async-hits", block_bytes=BLOCK))
             await asyncio.gather(*(work(ns, prompts) for prompts in workers))
-            await connected.ping()  # a connection that ends may take its last reports with it
+            await asyncio.sleep(4 * REPORT_S)  # connections that end may take their last reports with them
 
     asyncio.run(all_of_them())
     requested, found = (sum(each[what] for each in truth) for what in ("requested", "found"))
