@@ -22,9 +22,14 @@ DENIALS = {
 U32 = npt.NDArray[np.uint32]
 
 
+def places(extent: npt.NDArray[Any], index: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
+    """Returns the place of each slot: extent << 32 | index within it."""
+    return extent.astype(np.uint64) << np.uint64(32) | index.astype(np.uint64)
+
+
 @dataclass(slots=True)
 class Where:
-    """Slots of one tier, one entry a slot: extent << 32 | index within it."""
+    """Slots of one tier, one entry a slot: see `places`."""
 
     place: npt.NDArray[np.uint64]
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core import events as ev
-from kvstore.core.actions import Where
+from kvstore.core.actions import Where, places
 from kvstore.core.view import View
 from kvstore.daemon.runtime.durability import Durability
 from kvstore.daemon.runtime.executor import Executor
@@ -157,7 +157,7 @@ def _others(names: Namespaces, found: Mapping[int, Namespace]) -> list[int]:
 def void_unrestored(view: View, dram: DramTier, found: Inherited) -> None:
     """Voids slots that were not restored: a later daemon would restore invalidated blocks from them."""
     gone = view.tiers[DRAM].lacks_block(found.extent, found.index)
-    dram.headers.void(Where(found.extent[gone].astype(np.uint64) << np.uint64(32) | found.index[gone]))
+    dram.headers.void(Where(places(found.extent[gone], found.index[gone])))
 
 
 def dram_restore(

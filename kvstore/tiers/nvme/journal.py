@@ -244,8 +244,9 @@ class Journal:
                     each.tables[operation.table].update(operation.items)
                 continue
             if isinstance(operation, _Deletion):
-                for each in (changes, owed):
-                    each.slots.append(deletions(operation.places))
+                gone = deletions(operation.places)
+                changes.slots.append(gone)
+                owed.slots.append(gone)
                 continue
             error: Exception | None = operation.refused
             try:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from kvstore.core.actions import places
 from kvstore.errors import MisuseError
 from kvstore.types import MAX_KEY_BYTES
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     Column: TypeAlias = Sequence[float] | NDArray[Any]
 
 Places: TypeAlias = "NDArray[np.uint64]"
-"""Slots, each as extent << 32 | index within it."""
+"""Slots: see `kvstore.core.actions.places`."""
 
 ID = struct.Struct(">I")
 _SLOT_BITS = 5
@@ -136,8 +137,7 @@ def packed(
     rows["key"], rows["parent"] = keys, parents
     rows["key_bytes"], rows["parent_bytes"] = key_bytes, parent_bytes
     rows["check"] = checks(keys, parents, [numbers[name] for name in CHECKED], key_bytes, parent_bytes)
-    places = numbers["extent"].astype(np.uint64) << np.uint64(32) | numbers["index"].astype(np.uint64)
-    return SlotRecords(places, rows)
+    return SlotRecords(places(numbers["extent"], numbers["index"]), rows)
 
 
 def padded(keys: Sequence[bytes]) -> NDArray[np.uint8]:
@@ -255,7 +255,7 @@ class Blocks:
     @property
     def places(self) -> Places:
         """The slot of each block."""
-        return self.extent.astype(np.uint64) << np.uint64(32) | self.index
+        return places(self.extent, self.index)
 
     def key(self, i: int) -> bytes:
         """Returns the key of block i."""
@@ -322,7 +322,7 @@ def unpack(pages: Iterable[tuple[bytes, bytes]], count: int) -> tuple[Blocks, Da
             others = np.flatnonzero(~good)
             words = rows[others].view(np.uint64).reshape(len(others), rows.itemsize // 8)
             others = others[words.any(axis=1)]
-            bad.append(extent[others].astype(np.uint64) << np.uint64(32) | index[others])
+            bad.append(places(extent[others], index[others]))
     damaged.places = np.concatenate([damaged.places, *bad])
     order = np.lexsort((columns["version"][:at], columns["stored_at"][:at]))
     return Blocks(**{name: column.take(order, axis=0) for name, column in columns.items()}), damaged

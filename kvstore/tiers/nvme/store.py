@@ -182,13 +182,22 @@ class RecordStore:
 
     def commit(self, changes: Changes) -> None:
         """Makes all changes durable in one transaction, or none. Raises errors of LMDB."""
-        while changes:
+
+        def change(txn: Any) -> None:
+            for table, items in changes.tables.items():
+                _apply(txn, self._tables[table], items)
+            slots = self._tables["slots"]
+            _apply(txn, slots, dict(rewritten(partial(txn.get, db=slots), changes.slots)))
+
+        if changes:
+            self._transact(change)
+
+    def _transact(self, change: Callable[[Any], None]) -> None:
+        """Commits one transaction. Repeats it with a larger map if the map is full."""
+        while True:
             try:
                 with self._turn, self._env.begin(write=True) as txn:
-                    for table, items in changes.tables.items():
-                        _apply(txn, self._tables[table], items)
-                    slots = self._tables["slots"]
-                    _apply(txn, slots, dict(rewritten(partial(txn.get, db=slots), changes.slots)))
+                    change(txn)
                 return
             except lmdb.MapFullError:
                 with self._turn:
@@ -234,8 +243,7 @@ class RecordStore:
     def _convert(self) -> None:
         """Converts a folder of an earlier format. Its records stay until the last commit, which signs it."""
         old = self._env.open_db(_OLD_TABLE.encode())
-        with self._env.begin(write=True) as txn:
-            txn.drop(self._tables["slots"], delete=False)
+        self._transact(lambda txn: txn.drop(self._tables["slots"], delete=False))
         with self._env.begin() as txn:
             records, damaged = old_records.read(txn.cursor(old))
         if damaged:
@@ -244,9 +252,12 @@ class RecordStore:
             part = slice(first, first + _CONVERTED_AT_ONCE)
             self.commit(Changes(slots=[SlotRecords(records.places[part], records.rows[part])]))
         meta = {b"format": NUMBER.pack(FORMAT), GENERATIONS: self._history().pack(), _GENERATION_NUMBER: None}
-        with self._env.begin(write=True) as txn:
+
+        def sign(txn: Any) -> None:
             _apply(txn, self._tables["meta"], meta)
             txn.drop(old)
+
+        self._transact(sign)
         _log.info("%s: %d records were converted to format %d", self._folder, len(records), FORMAT)
 
     def _history(self) -> History:

@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from kvstore.core.actions import BlockIds, Probe, Where
+from kvstore.core.actions import BlockIds, Probe, Where, places
 from kvstore.core.events import Restore
 from kvstore.errors import TierError
 from kvstore.tiers.base import DEFAULT_OWNER, Ended, IOEngine, Owner, Ready
@@ -244,7 +244,7 @@ class NvmeTier:
 
     def forget(self, blocks: Restore) -> None:
         """Deletes the records of recovered blocks."""
-        self.journal.delete(blocks.extent.astype(np.uint64) << np.uint64(32) | blocks.index)
+        self.journal.delete(places(blocks.extent, blocks.index))
 
     def put_namespace(self, number: int, namespace: Namespace) -> None:
         """Records the namespace of a number, encrypted if its tenant is.

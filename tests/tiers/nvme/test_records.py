@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import lmdb
@@ -158,6 +159,11 @@ def old_folder(folder: Path, pairs: Sequence[tuple[bytes, bytes]], number: int =
             txn.put(key, value, db=table)
 
 
+def format_of(folder: Path) -> int:
+    with lmdb.open(str(folder / "records"), max_dbs=5) as env, env.begin() as txn:
+        return int.from_bytes(txn.get(b"format", db=env.open_db(b"meta", txn, create=False)), "little")
+
+
 def tables(folder: Path) -> set[bytes]:
     with lmdb.open(str(folder / "records"), max_dbs=5) as env, env.begin() as txn:
         return {key for key, _ in txn.cursor()}
@@ -215,10 +221,18 @@ def test_a_conversion_that_was_cut_short_is_repeated(
         broken.setattr(RecordStore, "commit", cut)
         with pytest.raises(Exception, match="the disk is full"):
             Journal.open(tmp_path, MIB)
-    with lmdb.open(str(tmp_path / "records"), max_dbs=5) as env, env.begin() as txn:
-        table = env.open_db(b"meta", txn, create=False)
-        assert int.from_bytes(txn.get(b"format", db=table), "little") == 4
+    assert format_of(tmp_path) == 4
     journal = Journal.open(tmp_path, MIB)
     assert slots_of(journal.load().blocks) == slots
     journal.close()
-    assert FORMAT == 5
+    assert format_of(tmp_path) == FORMAT
+
+
+@pytest.mark.parametrize("kib", range(104, 168, 4))
+def test_the_map_grows_during_a_conversion(tmp_path: Path, kib: int) -> None:
+    """Whatever fills the map first: pages, or the list of the old pages that become free."""
+    dice = random.Random(kib)
+    slots = {place: record(dice, (32,)) for place in places(dice, 400)}
+    old_folder(tmp_path, old_pairs(slots))
+    with closing(RecordStore(tmp_path, MIB, kib << 10)) as store:
+        assert slots_of(store.load().blocks) == slots
