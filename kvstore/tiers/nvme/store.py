@@ -255,7 +255,7 @@ class RecordStore:
 
         def sign(txn: Any) -> None:
             _apply(txn, self._tables["meta"], meta)
-            txn.drop(old)
+            txn.drop(old, delete=False)  # deleting it would end the handle, also where the map is full
 
         self._transact(sign)
         _log.info("%s: %d records were converted to format %d", self._folder, len(records), FORMAT)
