@@ -1,8 +1,8 @@
 """python -m bench NAME: runs benches and prints a table, or JSON lines with --json.
 
-python -m bench report      runs the benches of this machine; rewrites the tables of bench/RESULTS.md
+python -m bench report      runs the benches of this machine; rewrites bench/RESULTS.md and its pictures
 python -m bench check       checks that the rows of bench/RESULTS.md match the benches
-python -m bench chart       draws docs/ttft*.svg and docs/bench-*.svg from bench/RESULTS.md
+python -m bench chart       draws the pictures again: docs/ttft*.svg and docs/bench-*.svg
 """
 
 from __future__ import annotations

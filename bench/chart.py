@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from bench.provenance import RESULTS
 from bench.results import Row, parse
@@ -90,14 +91,21 @@ _POLICIES = {"Belady's bound": "second", "`hazard`": "first", "`lru`": "fourth",
 
 def main() -> int:
     """Writes the pictures. Returns 0, or 1 if there are no figures."""
-    drawn = pictures(RESULTS.read_text(encoding="utf-8"))
+    drawn = write(RESULTS.read_text(encoding="utf-8"), DOCS)
     if "ttft.svg" not in drawn:
         print("bench chart: no figures of vllm-ttft (run `python -m bench report vllm-ttft` first)")
         return 1
-    for name, picture in drawn.items():
-        (DOCS / name).write_text(picture, encoding="utf-8")
+    for name in drawn:
         print(f"bench chart: docs/{name}")
     return 0
+
+
+def write(text: str, folder: Path) -> list[str]:
+    """Writes the pictures of the text of RESULTS.md into a folder and returns their names."""
+    drawn = pictures(text)
+    for name, picture in drawn.items():
+        (folder / name).write_text(picture, encoding="utf-8")
+    return list(drawn)
 
 
 def pictures(text: str) -> dict[str, str]:

@@ -1,4 +1,5 @@
-"""python -m bench report: runs benches, or reads an earlier run, and rewrites the tables of RESULTS.md.
+"""python -m bench report: runs benches, or reads an earlier run, and rewrites the tables of RESULTS.md
+and the pictures drawn from them.
 
 All benches take about twelve minutes on two idle cores. GPU benches run if there is a GPU; benches with a
 serving engine run only if named. Other rows are kept.
@@ -17,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from bench import chart
 from bench.catalog import BENCHES, ENGINES
 from bench.harness import Bench
 from bench.provenance import DIRTY, RESULTS, commit, provenance
@@ -45,7 +47,9 @@ def main(arguments: list[str]) -> int:
     except Refused as refused:
         print(f"bench report: {refused}", file=sys.stderr)
         return 2
-    RESULTS.write_text(merge(RESULTS.read_text(encoding="utf-8"), run), encoding="utf-8")
+    text = merge(RESULTS.read_text(encoding="utf-8"), run)
+    RESULTS.write_text(text, encoding="utf-8")
+    chart.write(text, chart.DOCS)
     failed = [line["bench"] for line in run if "failed" in line]
     missed = [line["name"] for line in run if line.get("met") is False]
     left = [name for name in BENCHES if name not in {line["bench"] for line in run}]

@@ -229,9 +229,12 @@ def test_report_writes_the_rows_of_a_run(tmp_path: Path, monkeypatch: pytest.Mon
     path, results = tmp_path / "run.jsonl", tmp_path / "RESULTS.md"
     results.write_text(TEXT, encoding="utf-8")
     monkeypatch.setattr(report, "RESULTS", results)
+    monkeypatch.setattr(chart, "DOCS", tmp_path)
     path.write_text(json.dumps(line("core", "core")) + "\n", encoding="utf-8")
     assert report.main(["--from", str(path)]) == 0
     assert results.read_text(encoding="utf-8") == merge(TEXT, [line("core", "core")])
+    for name, picture in chart.pictures(merge(TEXT, [line("core", "core")])).items():
+        assert (tmp_path / name).read_text(encoding="utf-8") == picture
     ended = {key: value for key, value in line("", "core").items() if key != "name"} | {"failed": "no"}
     path.write_text(json.dumps(ended) + "\n", encoding="utf-8")
     assert report.main(["--from", str(path)]) == 1
@@ -245,6 +248,7 @@ def test_report_continues_after_a_failed_bench(tmp_path: Path, monkeypatch: pyte
     results = tmp_path / "RESULTS.md"
     results.write_text(TEXT, encoding="utf-8")
     monkeypatch.setattr(report, "RESULTS", results)
+    monkeypatch.setattr(chart, "DOCS", tmp_path)
     monkeypatch.setattr(report, "KEPT", tmp_path / "run.jsonl")
     monkeypatch.setitem(BENCHES, "made-up", Entry("core:run", ("made-up",)))
     assert report.main(["made-up", "gpu", "--seconds", "0.01", "--folder", str(tmp_path), "--dirty"]) == 1
