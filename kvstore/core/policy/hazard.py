@@ -15,7 +15,7 @@ from heapq import heapify, heappop, heapreplace
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.blocks.block_table import Rows
+from kvstore.core.blocks.block_table import Picked, Rows
 from kvstore.core.policy.base import Policy, PolicyContext
 from kvstore.core.policy.queue import Queue
 from kvstore.core.policy.slices import Slices
@@ -156,10 +156,8 @@ class Hazard(Policy):
             return rows[:n]
         scores = self._earnings(rows, now)
         scores[:cold] = -1
-        # One row at a time: numpy would cost more.
         density = self._reuse.density_of_row(self._tenant, now)
         may_climb, parent, children = more.tolist(), self._parent.data, self._children.data
-        kind, ticks = self._history.kind.data, self._history.ticks.data
         is_parent = self._segments.membership(self._parents)
         ends = list(zip(scores.tolist(), range(len(rows)), rows.tolist(), strict=True))
         heapify(ends)
@@ -168,20 +166,31 @@ class Hazard(Policy):
             score, i, row = ends[0]
             if score >= below:
                 break
-            while True:
-                out.append(row)
-                up = parent[row]
-                if not (may_climb[i] and up >= 0 and children[up] == 1 and is_parent(up)):
-                    heappop(ends)
-                    break
-                if i < cold or kind[up] != kind[row] or ticks[up] != ticks[row] or len(out) == n:
-                    # A parent never goes before its child, even if it earns less.
-                    heapreplace(ends, (max(score, density(up)), i, up))
-                    break
-                row = up  # it earns the same, so it is next
+            # Those that earn the same are next.
+            top = self._top_of_equals(row, n - len(out)) if may_climb[i] and i >= cold else row
+            out.extend(range(row, top - 1, -1))
+            up = parent[top]
+            if may_climb[i] and up >= 0 and children[up] == 1 and is_parent(up):
+                # A parent never goes before its child, even if it earns less.
+                heapreplace(ends, (max(score, density(up)), i, up))
+            else:
+                heappop(ends)
         return np.array(out)
 
-    def _are_parents(self, rows: Rows) -> npt.NDArray[np.bool_]:
+    def _top_of_equals(self, row: int, n: int) -> int:
+        """Returns the first of up to n consecutive rows that end with `row`, are one chain and earn the same.
+
+        Those above `row` are set aside as parents of one child. Rows of a chain are mostly consecutive.
+        """
+        first = max(0, row + 1 - n)
+        above = slice(first, row)
+        kind, ticks = self._history.kind, self._history.ticks
+        same = self._parent[first + 1 : row + 1] == np.arange(first, row)
+        same &= (self._children[above] == 1) & self._are_parents(above)
+        same &= (kind[above] == kind[row]) & (ticks[above] == ticks[row])
+        return first if same.all() else row - int(same[::-1].argmin())
+
+    def _are_parents(self, rows: Picked) -> npt.NDArray[np.bool_]:
         aside: npt.NDArray[np.bool_] = self._segments.queues_of(rows) == self._parents.number
         return aside
 

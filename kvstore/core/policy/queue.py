@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.columns import zeros
-from kvstore.core.blocks.block_table import Rows
+from kvstore.core.blocks.block_table import Picked, Rows
 
 _BITS = 12
 _SEGMENT = 1 << _BITS
@@ -94,9 +94,9 @@ class Segments:
         inside = self.stamps.take(rows) > 0
         return rows if inside.all() else rows[inside]
 
-    def queues_of(self, rows: Rows) -> npt.NDArray[np.int32]:
+    def queues_of(self, rows: Picked) -> npt.NDArray[np.int32]:
         """Returns the queue number of each row; 0: in no queue."""
-        numbers: npt.NDArray[np.int32] = self._owner.take(self.stamps.take(rows) >> _BITS)
+        numbers: npt.NDArray[np.int32] = self._owner.take(self.stamps[rows] >> _BITS)
         return numbers
 
     def membership(self, queue: Queue) -> Callable[[int], bool]:
