@@ -56,7 +56,12 @@ class Hazard(Policy):
     # -- what is where
 
     def insert(self, rows: Rows, now: float) -> None:
-        self._file_chain(rows, now)
+        first = self._file_chain(rows, now)
+        # What they continue is an end no more.
+        above = self._parent[first].astype(np.int64)
+        above = above[above >= 0]
+        if len(above):
+            self._parents.append(np.unique(above[self._are_ends(above)]))
 
     def touch(self, rows: Rows, now: float) -> None:
         """Blocks above those that were asked for stay where they are."""
@@ -79,12 +84,16 @@ class Hazard(Policy):
     def cool(self, rows: Rows) -> None:
         self._cold.prepend(self._segments.known(rows)[::-1])
 
-    def _file_chain(self, rows: Rows, now: float) -> None:
-        """Sets rows aside that are followed by their child. Files the others in slices."""
-        inner = np.zeros(len(rows), np.bool_)
-        inner[:-1] = self._parent[rows[1:]] == rows[:-1]
-        self._parents.append(rows[inner])
-        self._file(rows[~inner][::-1], now)
+    def _file_chain(self, rows: Rows, now: float) -> Rows:
+        """Sets rows aside that are followed by their child. Files the others in slices.
+
+        Returns the rows that do not follow their parent.
+        """
+        inner = np.zeros(len(rows) + 1, np.bool_)
+        inner[1:-1] = self._parent[rows[1:]] == rows[:-1]
+        self._parents.append(rows[inner[1:]])
+        self._file(rows[~inner[1:]][::-1], now)
+        return rows[~inner[:-1]]
 
     def _file(self, rows: Rows, now: float) -> None:
         self._slices.add(rows, self._history.kinds(rows), self._history.last_used(rows), now)
@@ -193,6 +202,13 @@ class Hazard(Policy):
     def _are_parents(self, rows: Picked) -> npt.NDArray[np.bool_]:
         aside: npt.NDArray[np.bool_] = self._segments.queues_of(rows) == self._parents.number
         return aside
+
+    def _are_ends(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Returns which rows are in a slice, or have just lost a child."""
+        ends = (queues := self._segments.queues_of(rows)) > 0
+        for aside in (self._cold, self._parents, self._busy):
+            ends &= queues != aside.number
+        return ends
 
     def _earnings(self, rows: Rows, now: float) -> npt.NDArray[np.float32]:
         kinds, last_used = self._history.kinds(rows), self._history.last_used(rows)

@@ -226,6 +226,17 @@ def test_a_chain_is_offered_from_its_end_and_as_far_as_it_earns_no_more_than_oth
     assert policy.coldest(10, 100.1).tolist() == [12, 11, 10]
 
 
+def test_a_chain_that_is_stored_in_pieces_is_offered_from_its_end() -> None:
+    tier = Tier(40)
+    policy = tier.told("hazard")
+    chain(tier, *range(12))
+    for first in (0, 4, 8):
+        policy.insert(np.arange(first, first + 4), 0.0)
+    assert policy.coldest(6, 1.0).tolist() == [11, 10, 9, 8, 7, 6]
+    leave(tier, policy, np.arange(8, 12)[::-1])
+    assert policy.coldest(6, 1.0).tolist() == [7, 6, 5, 4, 3, 2]
+
+
 def test_rows_that_are_given_anew_are_not_taken_for_those_that_left() -> None:
     tier = Tier(40)
     policy = tier.told("hazard")
