@@ -82,9 +82,8 @@ class SimulatedNode:
         """Goes on to the time `now`, in seconds."""
         if now <= self._now:
             return
-        wake = self.placement.next_wakeup()
         self._now = now
-        if wake is not None and wake <= now:
+        if self._is_due():
             self._send(ev.Tick())
 
     def _lookup(self, keys: Keys) -> int:
@@ -151,7 +150,13 @@ class SimulatedNode:
                     todo.append(ev.ExtentReady(action.tier, action.extent, replaces=action.extent))
                 elif isinstance(action, _ANSWERS) and action.request:
                     answer = action
+            if not todo and self._is_due():
+                todo.append(ev.Tick())
         return answer
+
+    def _is_due(self) -> bool:
+        wake = self.placement.next_wakeup()
+        return wake is not None and wake <= self._now
 
 
 def keys_of(numbers: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.uint64]:

@@ -43,6 +43,16 @@ def play(load: Workload, capacities: Capacities, policy: str = "lru", **options:
     return sweep.replay(load, Task(policy, "", capacities, BLOCK, options))
 
 
+def test_steps_that_are_due_are_taken_between_the_parts_of_a_put() -> None:
+    """Blocks that wait to be written would be dropped to make room for the rest of their chain."""
+    node, dice = SimulatedNode(slots(300, 400), BLOCK, {"policy": "hazard"}), np.random.default_rng(0)
+    system = [dice.bytes(32) for _ in range(50)]
+    for i in range(20):
+        rest = [dice.bytes(32) for _ in range(int(dice.integers(20, 400)))]
+        node.prompt(Keys(b"".join(system + rest), 32), i / 2)
+    assert node.hits.sum()
+
+
 def lru_hits(load: Workload, capacity: int) -> int:
     """Returns the hits of LRU in a dictionary that evicts the tail of a prompt first."""
     cache: OrderedDict[int, None] = OrderedDict()
