@@ -131,7 +131,7 @@ BENCHES = {
     ),
     "vllm-miss": Entry(
         "vllm_miss:run",
-        _named("vllm-miss", "gqa", "mha", "windows", "latent", "recurrent"),
+        _named("vllm-miss", "gqa", "mha", "windows", "latent", "recurrent", "answers"),
         needs=_VLLM,
     ),
     "vllm-ttft": Entry(

@@ -1,12 +1,13 @@
 """vllm-miss: requests that never hit, on vLLM with the connector compared with vLLM without it.
 
-A sample is four new prompts of 500 tokens, or 1200 where blocks are larger, with answers of 16 tokens, until
-the engine is idle. With the connector, every block is looked up, missed and stored.
+A sample is some new prompts with short answers, or short ones with long answers, until the engine is idle.
+With the connector, every block is looked up, missed and stored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,16 +15,26 @@ from bench.engines import engine, latent, llama, recurrent, windows
 from bench.harness import GIB, Bench, Result, Target
 from tests.engines.vllm.engine import Engine, prompt
 
-PROMPTS = 4
 
-CASES: dict[str, tuple[dict[str, Any], int]] = {
-    "gqa": (llama(hidden=1024, layers=8, kv_heads=4), 500),
-    "mha": (llama(hidden=512, layers=8, kv_heads=8), 500),
-    "windows": (windows(hidden=1024, layers=12, kv_heads=4), 500),
-    "latent": (latent(hidden=512, layers=2), 500),
-    "recurrent": (recurrent(hidden=1024, layers=8, kv_heads=4), 1200),
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model; the number of prompts of a sample, their tokens, and those of an answer."""
+
+    model: dict[str, Any]
+    prompts: int = 4
+    tokens: int = 500
+    answer_tokens: int = 16
+
+
+CASES = {
+    "gqa": Case(llama(hidden=1024, layers=8, kv_heads=4)),
+    "mha": Case(llama(hidden=512, layers=8, kv_heads=8)),
+    "windows": Case(windows(hidden=1024, layers=12, kv_heads=4)),
+    "latent": Case(latent(hidden=512, layers=2)),
+    "recurrent": Case(recurrent(hidden=1024, layers=8, kv_heads=4), tokens=1200),
+    "answers": Case(llama(hidden=512, layers=8, kv_heads=8), prompts=8, tokens=40, answer_tokens=200),
 }
-"""Models, and tokens of a prompt. `gqa` has four queries per KV head, as Llama 3, 16 KiB of KV and 220 MFLOP
+"""`gqa` has four queries per KV head, as Llama 3, 16 KiB of KV and 220 MFLOP
 per token: 9 times the KV per FLOP of Llama-3-8B in bf16. `mha` has 32 KiB and 61 MFLOP: 66 times."""
 
 _UNCACHED = "no prompt of this bench is seen twice"
@@ -32,10 +43,10 @@ _UNCACHED = "no prompt of this bench is seen twice"
 
 def run(bench: Bench) -> Iterator[Result]:
     """Yields one row per case."""
-    for name, (model, tokens) in CASES.items():
-        used = bench.pick(model, {**model, "intermediate_size": 256})
+    for name, case in CASES.items():
+        used = bench.pick(case.model, {**case.model, "intermediate_size": 256})
         with engine(bench, used, GIB, without_prefix_caching=_UNCACHED) as made:
-            samples = (partial(_sample, made, tokens, True), partial(_sample, made, tokens, False))
+            samples = (partial(_sample, made, case, True), partial(_sample, made, case, False))
             rounds = bench.interleave(f"vllm-miss/{name}", samples, 1 / len(CASES))
             made("plug", connected=True)
             saved = made("counts")["saved"]
@@ -43,10 +54,11 @@ def run(bench: Bench) -> Iterator[Result]:
             yield rounds.result(f"vllm-miss/{name}", "s", Target("<=", 1.01), saved_blocks=saved)
 
 
-def _sample(made: Engine, tokens: int, connected: bool, n: int) -> float:
+def _sample(made: Engine, case: Case, connected: bool, n: int) -> float:
     made("plug", connected=connected)
     # Every sample has new prompts, so that the prefix cache of the engine does not hit either.
-    seed = (2 * n + connected) * PROMPTS
-    answers = made.generate([prompt(seed + i, tokens) for i in range(PROMPTS)], max_tokens=16)
+    seed = (2 * n + connected) * case.prompts
+    prompts = [prompt(seed + i, case.tokens) for i in range(case.prompts)]
+    answers = made.generate(prompts, max_tokens=case.answer_tokens)
     assert not any(answer["cached"] for answer in answers)
     return float(answers[0]["idle_s"])

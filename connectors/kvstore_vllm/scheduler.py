@@ -39,6 +39,8 @@ logger = logging.getLogger("vllm.kvstore")
 
 _AWAKE = 2.0
 """How long an idle engine is kept awake for reports of transfers, in deadlines of a transfer."""
+_ANSWER_TOKENS = 128
+"""Tokens of a running answer that are saved together: many small saves would slow the engine down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,11 +392,19 @@ class SchedulerHalf:
         return confirmed
 
     def _completes(self, tracked: Tracked, confirmed: int) -> bool:
-        """Returns whether the first `confirmed` tokens complete something unsaved."""
-        return self._tails.complete(tracked, confirmed) or any(
-            group.full and confirmed >= (tracked.stored[group.number] + 1) * group.block_tokens
-            for group in self._groups
-        )
+        """Returns whether the first `confirmed` tokens complete something that is to be saved now.
+
+        What is left of an answer is saved at its end.
+        """
+        if self._tails.complete(tracked, confirmed):
+            return True
+        for group in self._groups:
+            size, stored = group.block_tokens, tracked.stored[group.number]
+            of_prompt = stored < tracked.request.num_prompt_tokens // size
+            least = 1 if of_prompt else max(1, _ANSWER_TOKENS // size)
+            if group.full and confirmed >= (stored + least) * size:
+                return True
+        return False
 
     def _forget(self, request_id: str) -> None:
         """Tracks a request no longer."""

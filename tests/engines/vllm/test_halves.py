@@ -57,6 +57,7 @@ class FakeRequest:
     shared_prefix_boundary: int = 0
     kv_transfer_params: Any = None
     kv_hints: Any = None
+    answer_tokens: int = 0
 
     @property
     def all_token_ids(self) -> list[int]:
@@ -64,7 +65,7 @@ class FakeRequest:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return self.num_tokens
+        return self.num_tokens - self.answer_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -156,6 +157,21 @@ def test_a_block_is_saved_only_after_the_output_of_its_step(client: Client, layo
     assert [(save.keys, save.parent, save.block_ids) for save in last.saves] == [
         (names(4)[2:], names(4)[1], [12, 13])
     ]
+
+
+def test_blocks_of_an_answer_are_saved_some_at_a_time_and_at_its_end(client: Client, layout: Layout) -> None:
+    made = half(client, layout)
+    request = FakeRequest("r", names(12), blocks=list(range(10, 22)), answer_tokens=10 * BLOCK_TOKENS)
+    made.matched(request, 0)
+    made.admit(request, request, 0)
+    saved = []
+    for tokens in range(0, 12 * BLOCK_TOKENS, BLOCK_TOKENS):
+        request.num_computed_tokens = tokens
+        saved += [(tokens // BLOCK_TOKENS, len(save.keys)) for save in step(made, request).saves]
+    assert saved == [(1, 1), (2, 1), (6, 4), (10, 4)], "those of the prompt as they come"
+    made.finish(request, request.get_block_ids())
+    [last] = step(made).saves
+    assert (last.keys, last.block_ids) == (names(12)[10:11], [20])
 
 
 def test_pages_are_kept_until_their_saves_have_ended(client: Client, layout: Layout) -> None:
