@@ -204,10 +204,10 @@ class Hazard(Policy):
         return aside
 
     def _are_ends(self, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Returns which rows are in a slice, or have just lost a child."""
-        ends = (queues := self._segments.queues_of(rows)) > 0
-        for aside in (self._cold, self._parents, self._busy):
-            ends &= queues != aside.number
+        """Returns which rows are in a slice of this pool, or have just lost a child."""
+        queues = self._segments.queues_of(rows)
+        ends: npt.NDArray[np.bool_] = np.isin(queues, self._slices.numbers) & (queues > 0)
+        ends |= queues == self._orphans.number
         return ends
 
     def _earnings(self, rows: Rows, now: float) -> npt.NDArray[np.float32]:

@@ -19,12 +19,16 @@ _TIDY_AFTER = 64
 
 
 class Slices:
-    """The slices of one pool. Columns by number: `kind` (-1: unused), `since` (s); queues are reused."""
+    """The slices of one pool. Columns by number: `kind` (-1: unused), `since` (s); queues are reused.
+
+    `numbers`: those of their queues, 0 where none was made yet.
+    """
 
     def __init__(self, segments: Segments) -> None:
         self._segments = segments
         self.kind: Ints = np.full(_TIDY_AFTER, -1)
         self.since: Floats = np.zeros(_TIDY_AFTER)
+        self.numbers: Ints = np.zeros(_TIDY_AFTER, np.int64)
         self._queues: list[Queue | None] = [None] * _TIDY_AFTER
         self._free = list(range(_TIDY_AFTER))
         self._latest: dict[int, int] = {}
@@ -42,7 +46,8 @@ class Slices:
 
     def ram_bytes(self) -> int:
         """Bytes of columns and queues."""
-        return self.kind.nbytes + self.since.nbytes + sum(q.ram_bytes() for q in self.queues())
+        columns = self.kind.nbytes + self.since.nbytes + self.numbers.nbytes
+        return columns + sum(q.ram_bytes() for q in self.queues())
 
     # -- rows come
 
@@ -81,12 +86,14 @@ class Slices:
             n = len(self._queues)
             self.kind = np.concatenate((self.kind, np.full(n, -1)))
             self.since = np.concatenate((self.since, np.zeros(n)))
+            self.numbers = np.concatenate((self.numbers, np.zeros(n, np.int64)))
             self._queues += [None] * n
             self._free = list(range(n, 2 * n))
         number = self._free.pop()
         self.kind[number], self.since[number] = kind, since
         if self._queues[number] is None:
-            self._queues[number] = Queue(self._segments)
+            self._queues[number] = queue = Queue(self._segments)
+            self.numbers[number] = queue.number
         return number
 
     def drop(self, number: int) -> None:

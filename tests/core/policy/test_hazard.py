@@ -237,6 +237,17 @@ def test_a_chain_that_is_stored_in_pieces_is_offered_from_its_end() -> None:
     assert policy.coldest(6, 1.0).tolist() == [7, 6, 5, 4, 3, 2]
 
 
+def test_a_chain_that_is_continued_in_another_pool_stays_where_it_is() -> None:
+    """As after a change of a namespace's slots: pools of a tier share their queues' numbers."""
+    tier = Tier(40)
+    one, other = tier.told("hazard"), tier.told("hazard")
+    chain(tier, *range(8))
+    one.insert(np.arange(4), 0.0)
+    other.insert(np.arange(4, 8), 0.0)
+    assert (len(one), len(other)) == (4, 4)
+    assert one.coldest(4, 1.0).tolist() == [3, 2, 1, 0]
+
+
 def test_rows_that_are_given_anew_are_not_taken_for_those_that_left() -> None:
     tier = Tier(40)
     policy = tier.told("hazard")
