@@ -398,11 +398,11 @@ class SchedulerHalf:
         """
         if self._tails.complete(tracked, confirmed):
             return True
-        for group in self._groups:
+        for group in (group for group in self._groups if group.full):
             size, stored = group.block_tokens, tracked.stored[group.number]
             of_prompt = stored < tracked.request.num_prompt_tokens // size
             least = 1 if of_prompt else max(1, _ANSWER_TOKENS // size)
-            if group.full and confirmed >= (stored + least) * size:
+            if confirmed >= (stored + least) * size:
                 return True
         return False
 

@@ -24,6 +24,8 @@ from kvstore.core.reuse.classes import CLASS_MASK, describe
 _SAME_S = 0.2
 _BACK_AFTER_S, _LOOK_AFTER_S = 0.25, 1.0
 _BACK_AT_ONCE, _LOOK_AT = 256, 4096
+_RUN = 256
+"""Rows that one look for the run of a chain covers."""
 
 
 class Hazard(Policy):
@@ -176,7 +178,7 @@ class Hazard(Policy):
             if score >= below:
                 break
             # Those that earn the same are next.
-            top = self._top_of_equals(row, n - len(out)) if may_climb[i] and i >= cold else row
+            top = self._top_of_equals(row, min(n - len(out), _RUN)) if may_climb[i] and i >= cold else row
             out.extend(range(row, top - 1, -1))
             up = parent[top]
             if may_climb[i] and up >= 0 and children[up] == 1 and is_parent(up):
