@@ -41,6 +41,7 @@ from tests.daemons import (
     room_for,
     tier,
 )
+from tests.processes import stop
 
 LAYOUT = Layout("misuse", BLOCK)
 MARGIN_S = 1.0
@@ -796,7 +797,7 @@ def test_deadlines_hold_while_the_daemon_is_stopped(driver: Driver) -> None:
             finally:
                 assert time.monotonic() - started < deadline_s + MARGIN_S
 
-        os.kill(daemon.pid, signal.SIGSTOP)
+        stop(daemon.pid)
         try:
             assert in_time(lambda: ns.lookup(keys)) == 0
             time.sleep(0.1)
@@ -852,7 +853,7 @@ def test_leases_survive_many_concurrent_calls(driver: Driver) -> None:
         keys = names(crowd)
         ns.put(keys, payloads(keys))
         with ThreadPoolExecutor(crowd) as pool:
-            os.kill(daemon.pid, signal.SIGSTOP)
+            stop(daemon.pid)
             calls = [pool.submit(ns.acquire, [key]) for key in keys]
             time.sleep(0.2)
             os.kill(daemon.pid, signal.SIGCONT)
@@ -872,7 +873,7 @@ def test_a_lease_without_its_connection_verifies_nothing(driver: Driver) -> None
         keys = names(4)
         ns.put(keys, payloads(keys))
         lease = ns.acquire(keys)
-        os.kill(daemon.pid, signal.SIGSTOP)
+        stop(daemon.pid)
         assert ns.lookup(keys) == 0
         os.kill(daemon.pid, signal.SIGCONT)
         with driver.client(daemon.url, deadline_s=5) as other:

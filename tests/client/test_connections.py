@@ -28,6 +28,7 @@ from kvstore.wire.frames import Frames, pack
 from tests.client.drivers import DEADLINE_S, Driver
 from tests.client.test_calls import WITHOUT_TABLES
 from tests.daemons import SMALL, eventually, names, new_layout, payload, payloads
+from tests.processes import stop
 
 LEASES = 600
 LARGE = m.Control(0, "none", {"much": "x" * (2 << 20)})
@@ -157,7 +158,7 @@ def test_leases_released_while_the_daemon_is_stopped_are_released(
     client = driver.client(daemon.url, deadline_s=DEADLINE_S)
     _, leases = leased(client, LEASES)
     [connection] = client._idle
-    os.kill(daemon.pid, signal.SIGSTOP)
+    stop(daemon.pid)
     try:
         started_s = time.monotonic()
         for lease in leases:
@@ -179,7 +180,7 @@ def test_waiting_posts_are_sent_before_the_next_request(
 ) -> None:
     client = driver.client(daemon.url, deadline_s=DEADLINE_S)
     ns, leases = leased(client, LEASES)
-    os.kill(daemon.pid, signal.SIGSTOP)
+    stop(daemon.pid)
     for lease in leases:
         driver.in_place(lease.release)
     thread, came = in_thread(lambda: ns.lookup(names(1)))
@@ -198,7 +199,7 @@ def test_a_daemon_that_does_not_read_in_time_loses_the_connection(
         monkeypatch.setattr(module, "POST_WAIT_S", 0.2)
     client = driver.client(daemon.url, deadline_s=DEADLINE_S)
     ns, leases = leased(client, LEASES)
-    os.kill(daemon.pid, signal.SIGSTOP)
+    stop(daemon.pid)
     try:
         for lease in leases[1:]:
             driver.in_place(lease.release)
@@ -219,7 +220,7 @@ def test_too_many_posts_end_the_connection(
     monkeypatch.setattr(protocol, "POST_BYTES", 100)
     client = driver.client(daemon.url, deadline_s=DEADLINE_S)
     ns, leases = leased(client, LEASES)
-    os.kill(daemon.pid, signal.SIGSTOP)
+    stop(daemon.pid)
     try:
         for lease in leases[1:]:
             driver.in_place(lease.release)
@@ -269,7 +270,7 @@ def test_few_idle_connections_are_kept(
 ) -> None:
     monkeypatch.setattr(base, "IDLE_CONNECTIONS", 2)
     with driver.client(daemon.url, deadline_s=DEADLINE_S) as client, ThreadPoolExecutor(8) as pool:
-        os.kill(daemon.pid, signal.SIGSTOP)
+        stop(daemon.pid)
         pings = [pool.submit(client.ping) for _ in range(8)]
         time.sleep(0.1)
         os.kill(daemon.pid, signal.SIGCONT)

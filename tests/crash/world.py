@@ -23,6 +23,7 @@ from tests.crash import files
 from tests.crash.book import Book
 from tests.crash.load import LAYOUTS, THREADS, Tally, Worker
 from tests.daemons import eventually, idle, room_for, tier
+from tests.processes import stop
 
 RUNS = 5
 """Of one world: few, because a supervisor waits longer from one death to the next."""
@@ -125,7 +126,7 @@ class World:
         pid = self._daemon.pid
         supervisor = _parent(pid) if self._supervised else 0
         if supervisor:
-            os.kill(supervisor, signal.SIGSTOP)
+            stop(supervisor)
         try:
             self._daemon.kill()
             eventually(lambda: _has_ended(pid))

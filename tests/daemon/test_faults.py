@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 import resource
-import signal
 import socket
 import struct
 import subprocess
@@ -51,6 +50,7 @@ from tests.daemons import (
     room_for,
     tier,
 )
+from tests.processes import stop
 from tests.tenants import VICTIM, as_user, needs_root
 from tests.tiers.nvme.disks import KINDS, small_disk
 
@@ -815,7 +815,7 @@ def test_a_stopped_client_delays_no_other_client(daemon: LocalDaemon, bystander:
     assert child.stdout is not None
     with child.stdout:
         assert child.stdout.readline() == b"holding\n"
-        child.send_signal(signal.SIGSTOP)
+        stop(child.pid)
         ns = bystander.namespace(layout)
         started = time.monotonic()
         keys = [bytes([i]) * 32 for i in range(8)]

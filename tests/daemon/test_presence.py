@@ -28,6 +28,7 @@ from kvstore.wire import messages as m
 from tests.daemon.hits import figures, since
 from tests.daemon.tables import KEYS, requests, with_table
 from tests.daemons import SMALL, WITH_NVME, Peer, eventually, got, greeted, idle, names, new_layout, payloads
+from tests.processes import stop
 from tests.spawner import spawn
 from tests.tenants import ATTACKER, FRIEND, VICTIM, Member, TenantDaemon, needs_root, peer_of
 
@@ -188,7 +189,7 @@ def test_a_daemon_that_hangs_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> 
         ns = client.namespace(new_layout())
         ns.put(KEYS, payloads(KEYS))
         with_table(client, ns)
-        os.kill(daemon.pid, signal.SIGSTOP)
+        stop(daemon.pid)
         try:
             time.sleep(0.2)
             assert ns.lookup(KEYS, deadline_s=0.1) == 0, "it would not serve what its table has"

@@ -34,6 +34,7 @@ from tests.daemons import (
     payloads,
     room_for,
 )
+from tests.processes import stop
 from tests.tiers.network.valkeys import Server, server
 
 FAST = {"timeout": "500ms"}
@@ -406,7 +407,7 @@ def test_blocks_that_rot_in_memory_are_not_sent(folder: Path) -> None:
 @contextmanager
 def stopped(made: Server) -> Iterator[None]:
     """The server hangs."""
-    made.signal(signal.SIGSTOP)
+    stop(made.process.pid)
     try:
         yield
     finally:

@@ -40,6 +40,7 @@ from tests.daemons import (
     payloads,
     tier,
 )
+from tests.processes import stop
 
 
 class Manager:
@@ -356,7 +357,7 @@ def test_the_watchdog_is_fed_from_the_event_loop_and_starves_with_it(site: Site)
     with site.running(WATCHDOG_USEC="300000") as client:
         eventually(lambda: fed() > 3)
         pid = client.status()["pid"]
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         time.sleep(0.2)
         before = fed()
         time.sleep(0.5)

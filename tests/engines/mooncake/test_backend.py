@@ -19,6 +19,7 @@ from kvstore.tiers.network import BackendSettings, objects, open_backend
 from kvstore.tiers.network.base import Backend, Name, NetworkError, Object, Outcome
 from kvstore.tiers.network.mooncake import subprocess_pool
 from tests.engines.mooncake.cluster import CLIENT_TTL_S, Cluster, without_rdma
+from tests.processes import stop
 from tests.tiers.network.contract import Contract, block, ends, payload, wanted
 
 OK, MISSING, FULL, FAILED = Outcome.OK, Outcome.MISSING, Outcome.FULL, Outcome.FAILED
@@ -151,7 +152,7 @@ def test_a_peer_that_is_killed_takes_its_blocks_along(own: Cluster, opened: Call
 def test_a_hanging_peer_delays_no_call(own: Cluster, opened: Callable[..., Backend]) -> None:
     backend, put = opened(own.url, 2), block(b"k")
     assert backend.write([put], ends()) == [OK]
-    own.peer.send_signal(signal.SIGSTOP)
+    stop(own.peer.pid)
     got = [wanted(put) for _ in range(5)]
     for each in got:  # more than there are lanes
         in_time(lambda by, each=each: backend.read([each], by), [FAILED])
@@ -167,7 +168,7 @@ def test_an_object_being_written_is_missing(own: Cluster, opened: Callable[..., 
     """Mooncake says of it that it is."""
     backend, put = opened(own.url), block(b"k")
     assert backend.write([block(b"other")], ends()) == [OK]
-    own.peer.send_signal(signal.SIGSTOP)
+    stop(own.peer.pid)
     first = threading.Thread(target=lambda: backend.write([put], ends(3)))
     first.start()
     time.sleep(0.3)
@@ -178,7 +179,7 @@ def test_an_object_being_written_is_missing(own: Cluster, opened: Callable[..., 
 def test_a_hanging_master_delays_no_call(own: Cluster, opened: Callable[..., Backend]) -> None:
     backend, put, other = opened(own.url), block(b"k"), block(b"other")
     assert backend.write([put, other], ends()) == [OK, OK]
-    own.master.send_signal(signal.SIGSTOP)
+    stop(own.master.pid)
     in_time(lambda by: backend.read([wanted(put)], by), [FAILED])
     in_time(lambda by: backend.write([put], by), [FAILED])
     in_time(lambda by: backend.probe([put.name], by), [FAILED])
@@ -192,7 +193,7 @@ def test_a_hanging_master_delays_no_call(own: Cluster, opened: Callable[..., Bac
 def test_closing_ends_calls_under_way(own: Cluster, opened: Callable[..., Backend]) -> None:
     backend, put = opened(own.url), block(b"k")
     assert backend.write([put], ends()) == [OK]
-    own.master.send_signal(signal.SIGSTOP)
+    stop(own.master.pid)
     outcomes: list[list[Outcome]] = []
     reader = threading.Thread(target=lambda: outcomes.append(backend.read([wanted(put)], ends(30))))
     reader.start()
@@ -301,7 +302,7 @@ def test_a_hanging_client_process_is_replaced(
     shared.clear()
     backend, put = opened(shared.url, 1), block(b"k")
     assert backend.write([put], ends()) == [OK]
-    _helper(backend).send_signal(signal.SIGSTOP)
+    stop(_helper(backend).pid)
     in_time(lambda by: backend.read([wanted(put)], by), [FAILED])
     eventually(lambda: backend.read([wanted(put)], ends(5)), [OK])
 
@@ -331,7 +332,7 @@ def test_no_process_is_left(own: Cluster, killed: bool) -> None:
         assert user.stdout is not None
         assert user.stdout.readline() == "MISSING\n"
         helper = int(user.stdout.readline())
-        own.master.send_signal(signal.SIGSTOP)
+        stop(own.master.pid)
         if killed:
             user.kill()
         else:

@@ -19,6 +19,7 @@ from kvstore_transformers import Figures, PrefixCache, prefix
 from kvstore_transformers.blocks import BlockShape, Columns
 from tests.daemons import eventually
 from tests.engines.transformers.models import BLOCK, generated, llama, same_bits, tokens
+from tests.processes import stop
 
 Make = Callable[..., PrefixCache]
 MODEL = llama()
@@ -82,7 +83,7 @@ def test_a_stopped_daemon_delays_a_call_up_to_its_deadline(own_daemon: LocalDaem
     with Client(own_daemon.url, deadline_s=1.0) as client:
         cache = PrefixCache(MODEL, client, BLOCK)
         assert restored(cache, alone) == 0
-        os.kill(own_daemon.pid, signal.SIGSTOP)
+        stop(own_daemon.pid)
         try:
             time.sleep(
                 HEARD_S

@@ -24,6 +24,7 @@ from tests.engines.vllm.engine import (
     prompt,
     said,
 )
+from tests.processes import stop
 
 LONG = [prompt(450 + i, 1500) for i in range(4)]
 
@@ -151,7 +152,7 @@ def test_a_stopped_daemon_delays_no_step_beyond_the_deadline(plain: Engine, engi
     with LocalDaemon(DRAM_ONLY) as daemon, engine.instead(**connector(daemon, **quick)):
         engine.fresh(asked)
         assert engine("reset")
-        os.kill(daemon.pid, signal.SIGSTOP)
+        stop(daemon.pid)
         try:
             started_s = time.monotonic()
             assert said(engine.generate(asked)) == expected

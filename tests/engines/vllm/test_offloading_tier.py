@@ -18,6 +18,7 @@ from tests.daemons import eventually
 from tests.engines.vllm.engine import Engine, cached, full_blocks, prompt, said
 from tests.engines.vllm.offloading import offloading
 from tests.engines.vllm.shapes import SHAPES
+from tests.processes import stop
 
 DRAM_ONLY = {"dram": {"limit": "128MiB", "huge_pages": False}, "scrub": {"rate": 0}}
 """The engine is the first to find what is altered, not the scrubber."""
@@ -198,7 +199,7 @@ def test_a_stopped_daemon_delays_no_request_beyond_the_deadline(
         from_daemon(tiered, asked[:2])
         tiered("empty_cpu_tier")
         tiered("reset")
-        os.kill(own.pid, signal.SIGSTOP)
+        stop(own.pid)
         try:
             started_s = time.monotonic()
             assert said(tiered.generate(asked)) == expected

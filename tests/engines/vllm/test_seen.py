@@ -53,6 +53,7 @@ from tests.engines.vllm.test_halves import (
     store,
 )
 from tests.engines.vllm.test_page import PAGE, SERVERS, complete, server
+from tests.processes import stop
 
 DRAM = {"dram": {"limit": "64MiB", "huge_pages": False}, "scrub": {"rate": 0}}
 NOWHERE = "unix:///nowhere/kvstore.sock"
@@ -174,7 +175,7 @@ def test_misses_of_lookups_have_reasons() -> None:
     tenants = {"tenants": {"chat": {"uids": [os.geteuid() + 1]}}}
     with LocalDaemon(DRAM) as daemon, Client(daemon.url, deadline_s=10, strict=True) as client:
         assert eventually(lambda: why_of(client, layout, keys) == "")
-        os.kill(daemon.pid, signal.SIGSTOP)
+        stop(daemon.pid)
         try:
             assert why_of(client, layout, keys) == "late"
             resumed = threading.Timer(0.3, os.kill, (daemon.pid, signal.SIGCONT))
@@ -274,7 +275,7 @@ def test_a_block_that_is_not_ready_in_time_is_late_and_one_from_nvme_is_counted_
         assert (
             worker.counts().items() >= {"load_blocks:loaded": 3, "loaded_bytes:nvme": 3 * BLOCK_BYTES}.items()
         )
-        os.kill(daemon.pid, signal.SIGSTOP)
+        stop(daemon.pid)
         try:
             client.deadline_s = 0.1
             worker.load(Step(number=2, loads=[Load("s", [Part(0, keys, [1, 2, 3])])]))
@@ -496,7 +497,7 @@ def benchmark(served: Served, command: list[str]) -> None:
 
 def test_a_stopped_daemon_is_seen_in_the_reasons_of_misses(served: Served) -> None:
     before, whole = served.shown(), full_blocks(300)
-    os.kill(served.daemon.pid, signal.SIGSTOP)
+    stop(served.daemon.pid)
     try:
         # Until then the daemon's presence tables are believed: the prompt would be a plain miss.
         time.sleep(HEARD_S)

@@ -14,6 +14,7 @@ from kvstore.tiers.network.base import Backend, Name, NetworkError, Outcome
 from kvstore.tiers.network.resolver import Address
 from kvstore.tiers.network.valkey.backend import Valkey
 from kvstore.tiers.network.valkey.url import parse
+from tests.processes import stop
 from tests.tiers.network.contract import SPACE, Contract, block, ends, payload, wanted
 from tests.tiers.network.valkeys import Cluster, Server, cluster, server, tls_proxy
 
@@ -179,7 +180,7 @@ def test_a_node_of_a_cluster_that_is_away() -> None:
         gone = three.owner(objects.path(blocks[0].name))
         lost = [three.owner(objects.path(b.name)) is gone for b in blocks]
         right = [Outcome.FAILED if away else Outcome.OK for away in lost]
-        gone.signal(signal.SIGSTOP)
+        stop(gone.process.pid)
         until = ends(0.5)
         assert backend.read([wanted(b) for b in blocks], until) == right
         assert time.monotonic() < until + 0.05

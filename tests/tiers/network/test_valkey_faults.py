@@ -20,6 +20,7 @@ from kvstore.tiers.network.objects import HEADER_BYTES, header, path
 from kvstore.tiers.network.valkey.backend import Valkey, open_url
 from kvstore.tiers.network.valkey.errors import judge_hello
 from kvstore.tiers.network.valkey.resp import Refusal
+from tests.processes import stop
 from tests.tiers.network.contract import SPACE, block, ends, memory, payload, wanted
 from tests.tiers.network.valkeys import Server, server
 
@@ -270,7 +271,7 @@ def test_a_server_that_hangs(running: Server) -> None:
     blocks = [block(bytes([i]), 4 * MIB) for i in range(8)]
     with opened(running.url) as backend:
         assert backend.write(blocks, ends()) == [Outcome.OK] * 8
-        running.signal(signal.SIGSTOP)
+        stop(running.process.pid)
         with in_time(0.4) as until:
             assert backend.write(blocks, until) == [Outcome.FAILED] * 8
         with in_time(0.4) as until:
@@ -294,7 +295,7 @@ def test_a_server_that_dies_while_it_is_written_to(running: Server) -> None:
     blocks = [block(bytes([i]), 4 * MIB) for i in range(8)]
     with opened(running.url) as backend:
         backend.health(ends())
-        running.signal(signal.SIGSTOP)
+        stop(running.process.pid)
         threading.Timer(0.3, running.kill).start()
         start = time.monotonic()
         with pytest.raises(NetworkError):  # it is connected to again, in vain
@@ -482,7 +483,7 @@ def test_calls_wait_for_their_turn_no_longer_than_they_may(running: Server) -> N
     put = block(b"k")
     with opened(running.url, threads=1) as backend:
         assert backend.write([put], ends()) == [Outcome.OK]
-        running.signal(signal.SIGSTOP)
+        stop(running.process.pid)
         first = threading.Thread(target=backend.read, args=([wanted(put)], ends(1)))
         first.start()
         time.sleep(0.1)
@@ -498,7 +499,7 @@ def test_calls_under_way_end_when_it_is_closed(running: Server) -> None:
     outcomes = []
     with opened(running.url) as backend:
         assert backend.write([put], ends()) == [Outcome.OK]
-        running.signal(signal.SIGSTOP)
+        stop(running.process.pid)
         call = threading.Thread(target=lambda: outcomes.append(backend.read([wanted(put)], ends())))
         call.start()
         time.sleep(0.2)
@@ -552,7 +553,7 @@ def test_late_replies_are_dropped(running: Server) -> None:
     there, absent = block(b"there"), block(b"absent")
     with opened(running.url) as backend:
         assert backend.write([there], ends()) == [Outcome.OK]
-        running.signal(signal.SIGSTOP)
+        stop(running.process.pid)
         assert backend.probe([there.name], ends(0.1)) == [Outcome.FAILED]
         running.signal(signal.SIGCONT)
         assert backend.probe([absent.name], ends()) == [Outcome.MISSING]
