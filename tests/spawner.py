@@ -1,17 +1,20 @@
-"""Starts `kvstore` processes from one that has imported it all: real ones, without half a second of imports.
+"""Starts processes from one that has imported all they need: real ones, without the seconds of imports.
 
-`spawn` takes the place of `subprocess.Popen` for `python -m kvstore`. Each process is a fork that gets
-its own session, arguments, environment, files, folder and limits. Tests of the start itself use `subprocess`.
+`spawn` takes the place of `subprocess.Popen` for `python -m kvstore` and for engines to test with. Each
+process is a fork that gets its own session, arguments, environment, files, folder and limits. Tests of the
+start itself use `subprocess`.
 """
 
 from __future__ import annotations
 
 import atexit
 import gc
+import importlib
 import json
 import os
 import random
 import resource
+import runpy
 import select
 import signal
 import socket
@@ -24,9 +27,21 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
-COMMAND = (sys.executable, "-m", "kvstore")
+
+class Program(NamedTuple):
+    """What `python -m` starts here."""
+
+    imports: tuple[str, ...]
+    own_environment: bool
+    """Its imports read the environment: only processes with the same one share them."""
+
+
+PROGRAMS = {
+    "kvstore": Program(("kvstore.admin.main", "kvstore.cli", "kvstore.daemon.main"), False),
+    "tests.engines.vllm.serve": Program(("tests.engines.vllm.serve",), True),
+}
 _ROOT = Path(__file__).parent.parent
 _LIMITS = (resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_AS, resource.RLIMIT_MEMLOCK)
 _REQUEST_BYTES = 1 << 20
@@ -89,13 +104,14 @@ def spawn(
     env: Mapping[str, str] | None = None,
     start_new_session: bool = False,
 ) -> Any:
-    """Starts a command; through the spawner if it is `python -m kvstore`, else by `subprocess`.
+    """Starts a command; through a spawner if it is `python -m` of one of PROGRAMS, else by `subprocess`.
 
     So also where other modules than the spawner's are to be imported.
     """
     variables = dict(os.environ if env is None else env)
     args = [arg for i, arg in enumerate(args) if (i, arg) != (1, "-P")]
-    if tuple(args[:3]) != COMMAND or variables.get("PYTHONPATH") != _PYTHONPATH:
+    program = PROGRAMS.get(args[2]) if args[:2] == [sys.executable, "-m"] else None
+    if program is None or variables.get("PYTHONPATH") != _PYTHONPATH:
         return subprocess.Popen(
             args, stdin=stdin, stdout=stdout, stderr=stderr, env=env, start_new_session=start_new_session
         )
@@ -112,22 +128,25 @@ def spawn(
         if stderr == subprocess.STDOUT:
             numbers[2] = numbers[1]
         told = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        told.connect(_address(os.getpid()))
+        # pytest changes this one for each test.
+        same = tuple(sorted(each for each in variables.items() if each[0] != "PYTEST_CURRENT_TEST"))
+        told.connect(_address(os.getpid(), args[2], same if program.own_environment else None))
         socket.send_fds(told, [json.dumps(asked).encode()], numbers)
         return Spawned(args, told)
 
 
 @cache
-def _address(_pid: int) -> str:
-    """The socket of this process's own spawner, which ends with this process."""
+def _address(_pid: int, module: str, environment: tuple[tuple[str, str], ...] | None) -> str:
+    """The socket of this process's own spawner for a module, which ends with this process."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     address = f"\0kvstore-tests-{os.getpid()}-{os.urandom(8).hex()}"
     listener.bind(address)
     listener.listen(64)
     ours, theirs = socket.socketpair()
-    command = [sys.executable, "-m", "tests.spawner", str(listener.fileno()), str(theirs.fileno())]
     fds = (listener.fileno(), theirs.fileno())
-    process = subprocess.Popen(command, pass_fds=fds, start_new_session=True, cwd=_ROOT)
+    command = [sys.executable, "-m", "tests.spawner", module, *map(str, fds)]
+    env = None if environment is None else dict(environment)
+    process = subprocess.Popen(command, pass_fds=fds, start_new_session=True, cwd=_ROOT, env=env)
     listener.close()
     theirs.close()
 
@@ -184,7 +203,7 @@ def _take(files: list[int]) -> None:
     os.closerange(3, 4096)
 
 
-def _become(asked: Mapping[str, Any]) -> None:
+def _become(module: str, asked: Mapping[str, Any]) -> None:
     if asked["new_session"]:
         os.setsid()
     # Ignored where the tests run in the background of a script: Ctrl-C would do nothing.
@@ -196,29 +215,26 @@ def _become(asked: Mapping[str, Any]) -> None:
     random.seed()
     for which, limits in zip(_LIMITS, asked["limits"], strict=True):
         resource.setrlimit(which, limits)
-    sys.argv = ["kvstore", *asked["args"]]
-    from kvstore.cli import app  # noqa: PLC0415 - it is imported before any fork
-
-    app(prog_name="kvstore")
+    sys.argv = [module, *asked["args"]]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def main() -> None:
-    """`python -m tests.spawner LISTENER PARENT`: the descriptors of its two sockets."""
-    listener, parent = (socket.socket(fileno=int(arg)) for arg in sys.argv[1:])
-    import kvstore.admin.main  # noqa: PLC0415
-    import kvstore.cli  # noqa: PLC0415
-    import kvstore.daemon.main  # noqa: F401, PLC0415
-
+    """`python -m tests.spawner MODULE LISTENER PARENT`: the descriptors of its two sockets."""
+    module = sys.argv[1]
+    listener, parent = (socket.socket(fileno=int(arg)) for arg in sys.argv[2:])
+    for each in PROGRAMS[module].imports:
+        importlib.import_module(each)
     gc.collect()
     gc.freeze()
     asked = _serve(listener, parent)
     if asked is not None:
-        _end(_exit_code(asked))
+        _end(_exit_code(module, asked))
 
 
-def _exit_code(asked: Mapping[str, Any]) -> int:
+def _exit_code(module: str, asked: Mapping[str, Any]) -> int:
     try:
-        _become(asked)
+        _become(module, asked)
     except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)

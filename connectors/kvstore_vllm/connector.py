@@ -256,9 +256,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Starts the loads of the step. Synchronous loads have ended on return."""
+        if self._worker is None:
+            return
         with self._guard("start_load_kv"):
-            if self._worker:
-                self._worker.load(self._orders())
+            self._worker.load(self._orders())
+            return
+        # vLLM waits for each load that it was promised.
+        self._worker.fail_unstarted(self._orders())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Does nothing: synchronous loads end before the first layer."""

@@ -56,7 +56,7 @@ NULL_BLOCK = 0
 class _Transfer:
     """A load, save or hint of step `number`, ordered at `began` (perf_counter). `copying`: a copy runs.
 
-    `within_s`: the longest time of a load, in seconds.
+    `within_s`: the longest time of a load, in seconds. `running`: a thread has taken the load.
     """
 
     request_id: str
@@ -66,6 +66,7 @@ class _Transfer:
     scope: Scope = OWN
     within_s: float = 0.0
     revoked: bool = False
+    running: bool = False
     copying: bool = False
 
 
@@ -160,14 +161,37 @@ class WorkerHalf:
             loading = _Transfer(
                 load.request_id, step.epoch, step.number, time.perf_counter(), load.scope, load.within_s
             )
+            waits = self._asynchronous and self._may_wait(load)
             with self._changed:
                 self._loading.add(loading)
             if not self._asynchronous:
                 self._load(loading, load, ends)
-            elif self._may_wait(load):
-                self._waiters.submit(self._load, loading, load, ends)
-            else:
-                self._loaders.submit(self._load, loading, replace(load, waits=False), ends)
+                continue
+            pool = self._waiters if waits else self._loaders
+            try:
+                pool.submit(self._load, loading, replace(load, waits=waits), ends)
+            except RuntimeError:  # no thread can be started, but the load is queued for the others
+                with self._changed:
+                    if loading.running:
+                        continue
+                    self._waits -= waits
+                    self._loading.discard(loading)
+                raise
+
+    def fail_unstarted(self, step: Step) -> None:
+        """Ends the loads of the step that `load` has not started: their pages must be computed."""
+        with self._changed:
+            started = {each.request_id for each in self._loading} | self._loaded
+            for load in step.loads:
+                if load.request_id in started:
+                    continue
+                if self._in_parts:
+                    self._bad_blocks.update(*(part.block_ids for part in load.parts))
+                else:
+                    self._failed.add(load.request_id)
+                if self._asynchronous:
+                    self._loaded.add(load.request_id)
+            self._changed.notify_all()
 
     def save(self, step: Step) -> None:
         """Starts the saves and hints of the step."""
@@ -273,6 +297,10 @@ class WorkerHalf:
             return group.namespace
 
     def _load(self, loading: _Transfer, load: Load, ends: float) -> None:
+        with self._changed:
+            if loading not in self._loading:
+                return  # it has been reported as failed
+            loading.running = True
         whole = False
         try:
             # What follows a part that is not whole is of no use.

@@ -15,6 +15,7 @@ from typing import Any
 
 from kvstore.lab.local_daemon import LocalDaemon
 from tests.engines import environments
+from tests.spawner import spawn
 
 BLOCK_TOKENS = 32
 VOCABULARY = 512
@@ -71,16 +72,18 @@ class Engine:
 
     def __init__(self, model: Path, python: Path | None = None, threads: int = 1, **arguments: Any) -> None:
         environment = os.environ if python is None else environments.environment()
-        self._process = subprocess.Popen(
-            [python or sys.executable, "-m", "tests.engines.vllm.serve"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+        commands, to_engine = os.pipe()
+        from_engine, answers = os.pipe()
+        self._pipes = (os.fdopen(to_engine, "w"), os.fdopen(from_engine))
+        self._process = spawn(
+            [str(python or sys.executable), "-m", "tests.engines.vllm.serve"],
+            stdin=commands,
+            stdout=answers,
+            stderr=sys.__stderr__.fileno() if sys.__stderr__ else None,
             env={**environment, **ENVIRONMENT, "OMP_NUM_THREADS": str(threads)},
         )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._pipes = (self._process.stdin, self._process.stdout)
+        os.close(commands)
+        os.close(answers)
         self._model = model
         try:
             self.restart(**arguments)

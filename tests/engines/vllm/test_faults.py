@@ -225,6 +225,9 @@ def test_a_store_too_small_for_its_prompts_serves_a_part(plain: Engine, engine: 
         "scheduler.hear",
         "scheduler._lose",
         "worker.counts",
+        "worker.begin",
+        "worker.load",
+        "worker.save",
         "worker._fill_store",
         "worker._fill_pages",
         "worker._open",
@@ -243,7 +246,9 @@ def test_a_failed_hook_is_counted_and_a_miss(
     places = [place, "pages.load"] if place == "scheduler._lose" else [place]
     for each in places:
         # Without reports of the workers the pages of saves are never free.
-        engine("sabotage", place=each, **({"times": 3} if place == "scheduler.hear" else {}))
+        engine(
+            "sabotage", place=each, **({"times": 3} if place in ("scheduler.hear", "worker.begin") else {})
+        )
     try:
         assert said(engine.fresh([stored, new])) == expected
         failed = {name for name, count in engine("failures").items() if count > before.get(name, 0)}

@@ -5,12 +5,13 @@ Requests and pages are fakes with only what the halves look at; the daemon is re
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -376,6 +377,30 @@ def test_the_end_of_a_step_is_told_after_its_last_save(worker: WorkerHalf, pages
         assert worker.moved() == 0
         pages.go_on.release()
     eventually(lambda: worker.moved() == 1)
+
+
+def test_a_load_that_no_thread_takes_has_failed_and_touches_no_page(
+    worker: WorkerHalf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The executor keeps what it could not start a thread for."""
+    orders = Step(number=1, loads=[Load("r", [Part(0, names(2), [1, 2])])])
+    queued: list[Callable[[], object]] = []
+
+    def submit(*call: Any) -> None:
+        queued.append(functools.partial(*call))
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(worker._loaders, "submit", submit)
+    worker.begin(orders)
+    with pytest.raises(RuntimeError):
+        worker.load(orders)
+    worker.fail_unstarted(orders)
+    assert worker.ended()[0] == {"r"}
+    assert worker.bad_blocks() == {1, 2}
+    queued[0]()
+    assert worker.ended() == (set(), set())
+    assert worker.bad_blocks() == set()
+    assert worker.moved() == 1
 
 
 def test_a_long_window_is_stored_whole(client: Client, layout: Layout, pages: FakePages) -> None:

@@ -173,6 +173,10 @@ def test_a_block_that_is_altered_starts_the_request_again(
         "scheduler._save",
         "scheduler.finish",
         "scheduler.hear",
+        "worker.begin",
+        "worker.load",
+        "worker._may_wait",
+        "worker.save",
         "worker._fill_store",
         "worker._fill_pages",
         "pages.save",
@@ -185,7 +189,7 @@ def test_a_failed_hook_is_a_miss(alone: Engine, windowed: Engine, place: str) ->
     windowed.fresh([stored], max_tokens=40)
     before = windowed("failures")
     # Without reports of the workers the pages of saves are never free.
-    windowed("sabotage", place=place, **({"times": 3} if place == "scheduler.hear" else {}))
+    windowed("sabotage", place=place, **({"times": 3} if place in ("scheduler.hear", "worker.begin") else {}))
     try:
         assert said(windowed.fresh([stored, new], max_tokens=40)) == expected
         failed = {name for name, count in windowed("failures").items() if count > before.get(name, 0)}
