@@ -262,7 +262,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.load(self._orders())
             return
         # vLLM waits for each load that it was promised.
-        self._worker.fail_unstarted(self._orders())
+        with self._guard("start_load_kv"):
+            self._worker.fail_unstarted(self._orders())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Does nothing: synchronous loads end before the first layer."""
