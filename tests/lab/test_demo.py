@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from kvstore.cli import app
 from kvstore.cli.lab import live
 from kvstore.lab.demo import chats, local_admin
-from kvstore.lab.demo.report import WIDTH, Findings, print_promises
+from kvstore.lab.demo.report import WIDTH, Findings, print_next, print_promises
 from kvstore.lab.replay import Tally
 from kvstore.types import Tier
 from tests.cli.terminal import on_terminal, terminal
@@ -158,3 +158,20 @@ def test_commands_are_printed_as_they_can_be_typed(
     monkeypatch.chdir(tmp_path if place == "below the folder" else "/")
     expected = {"below the folder": "env/bin/kvstore", "in PATH": "kvstore", "elsewhere": str(program)[1:]}
     assert live._program() == expected[place]
+
+
+def test_python_is_printed_as_it_can_be_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "kvstore/__main__.py"), "demo"])
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "my env/bin/python"))
+    monkeypatch.chdir(tmp_path)
+    assert live._program() == "'my env/bin/python' -m kvstore"
+
+
+@pytest.mark.parametrize("length", [20, 60])
+def test_no_line_of_the_next_commands_is_too_long(length: int) -> None:
+    console = Console(record=True, width=WIDTH, file=io.StringIO())
+    commands = [("x" * length, "the purpose of it"), ("y", "another")]
+    print_next(console, commands)
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    assert len(lines) == 1 + len(commands) * (1 if length == 20 else 2)

@@ -50,12 +50,17 @@ def _program() -> str:
     """Returns the words that start this program again: `kvstore` if that is in PATH, otherwise a path."""
     typed = Path(sys.argv[0]).absolute()
     if typed.name == "__main__.py":
-        return f"{shlex.quote(sys.executable)} -m kvstore"
+        return f"{_quoted(Path(sys.executable))} -m kvstore"
     found = shutil.which(typed.name)
     if not typed.is_file() or (found is not None and Path(found).samefile(typed)):
         return typed.name
+    return _quoted(typed)
+
+
+def _quoted(path: Path) -> str:
+    """Returns a path for a shell, relative to the current folder if it lies there."""
     here = Path.cwd()
-    return shlex.quote(str(typed.relative_to(here) if typed.is_relative_to(here) else typed))
+    return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
 
 
 def replay(

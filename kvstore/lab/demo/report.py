@@ -108,11 +108,13 @@ def print_promises(console: Console, found: Findings) -> bool:
 
 
 def print_next(console: Console, commands: Sequence[tuple[str, str]]) -> None:
-    """Prints commands with their purpose."""
+    """Prints commands with their purpose: beside them, or below where the lines would be too long."""
     width = max(len(command) for command, _ in commands)
+    beside = 4 + width + max(len(purpose) for _, purpose in commands) <= WIDTH
     console.print(Text("Next:", "bold"))
     for command, purpose in commands:
-        line = Text("  ").append(command.ljust(width), "cyan").append(f"  {purpose}", "default")
+        space = " " * (width - len(command) + 2) if beside else "\n      "
+        line = Text("  ").append(command, "cyan").append(space + purpose, "default")
         console.print(line, soft_wrap=True)
 
 
