@@ -150,9 +150,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Records the pages that vLLM has allocated for the request."""
         with self._guard("update_state_after_alloc"):
             self._half().admit(request, blocks, num_external_tokens)
+            return
+        with self._guard("update_state_after_alloc"):
+            self._half().admit_failed(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Returns the transfers of the workers' next step."""
+        """Returns the transfers of the workers' next step. What fails of them is guarded within."""
         orders = self._half().step(scheduler_output)
         orders.met = self._met
         return orders
@@ -174,7 +177,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """
         with self._guard("request_finished"):
             return False, self._half().finish(request, block_ids)
-        self._half().release(request.request_id)
+        with self._guard("request_finished"):
+            self._half().release(request.request_id)
         return False, None
 
     def reset_cache(self) -> bool | None:
@@ -191,11 +195,15 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         """Returns whether transfers are running, so that the engine stays awake until pages are free."""
-        return self._half().moving()
+        with self._guard("has_pending_push_work"):
+            return self._half().moving()
+        return False
 
     def has_pending_block_frees(self) -> bool:
         """Returns whether the end of running saves frees pages, so that no request is preempted for them."""
-        return self._half().saving()
+        with self._guard("has_pending_block_frees"):
+            return self._half().saving()
+        return False
 
     # -- beside the model
 
@@ -288,7 +296,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return KVConnectorTransferResults()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Returns the pages that failed to load and must be computed."""
+        """Returns the pages that failed to load and must be computed.
+
+        Without a guard: if their list is lost, the engine must not go on with them.
+        """
         return self._worker.bad_blocks() if self._worker else set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
@@ -296,8 +307,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is None:
             return None
         progress = Progress(self._moved, self._worker.serial)
-        if not self._met and isinstance(told := self.get_handshake_metadata(), Handshake):
-            progress.told[self._vllm_config.parallel_config.rank] = told
+        with self._guard("handshake"):
+            if not self._met and isinstance(told := self.get_handshake_metadata(), Handshake):
+                progress.told[self._vllm_config.parallel_config.rank] = told
         return progress
 
     # -- in both

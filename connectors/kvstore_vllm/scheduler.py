@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvstore")
 
-_AWAKE = 2.0
-"""How long an idle engine is kept awake for reports of transfers, in deadlines of a transfer."""
+_AWAKE_S = 10.0
+"""How long an idle engine is kept awake for reports of transfers after their deadline, in seconds."""
 _ANSWER_TOKENS = 128
 """Tokens of a running answer that are saved together: many small saves would slow the engine down."""
 
@@ -166,17 +166,16 @@ class SchedulerHalf:
         if request.num_computed_tokens:
             return  # the second call, after an asynchronous load
         self._record(request, external_tokens)
-        block_ids = blocks.get_block_ids()
         if external_tokens:
             self._note_try(request)
-        try:
-            self._track(request, block_ids, external_tokens)
-        except Exception:
-            # vLLM waits for a promised load: this one ends with nothing loaded.
-            if external_tokens:
-                parts = [Part(n, [], _pages(ids)) for n, ids in enumerate(block_ids)]
-                self._next.loads.append(Load(request.request_id, parts))
-            raise
+        self._track(request, blocks.get_block_ids(), external_tokens)
+
+    def admit_failed(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
+        """Ends the load that vLLM waits for after `admit` has failed: its pages must be computed."""
+        if external_tokens and not request.num_computed_tokens:
+            self._tried[request.request_id] = request.num_preemptions
+            parts = [Part(n, [], _pages(ids)) for n, ids in enumerate(blocks.get_block_ids())]
+            self._next.loads.append(Load(request.request_id, parts))
 
     def _record(self, request: Request, hit_tokens: int) -> None:
         """Records the first admission of a request: later ones are for the same prompt."""
@@ -260,9 +259,10 @@ class SchedulerHalf:
                     self._tails.hold_state(tracked, *offer)
         if orders.loads or orders.saves or orders.hints:
             self._number += 1
-            self._awake_until = time.monotonic() + _AWAKE * self._client.deadline_s
+            self._awake_until = time.monotonic() + self._client.deadline_s + _AWAKE_S
         orders.number = self._number
-        self._references.number(self._number)
+        with self._guard("save"):
+            self._references.number(self._number)
         return orders
 
     def finish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
@@ -288,12 +288,13 @@ class SchedulerHalf:
 
     def hear(self, output: KVConnectorOutput) -> None:
         """Takes the reports of the workers. Pages that failed to load are computed by their request."""
-        if isinstance(output.kv_connector_worker_meta, Progress):
-            self._rate.end(output.kv_connector_worker_meta.serial, time.monotonic())
-            self._moved = output.kv_connector_worker_meta.number
-            self._references.ended(self._moved)
+        now, progress = time.monotonic(), output.kv_connector_worker_meta
         if output.invalid_block_ids:
             self._lose(output.invalid_block_ids)
+        if isinstance(progress, Progress):
+            self._moved = progress.number
+            self._references.ended(self._moved)
+            self._rate.end(progress.serial, now)
 
     def saving(self) -> bool:
         """Returns whether pages are kept for saves that have begun."""

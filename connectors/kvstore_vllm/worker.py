@@ -301,34 +301,37 @@ class WorkerHalf:
             if loading not in self._loading:
                 return  # it has been reported as failed
             loading.running = True
-        whole = False
+        lost = [part.block_ids for part in load.parts]
         try:
-            # What follows a part that is not whole is of no use.
-            whole = all(self._load_part(loading, part, ends, load.waits) for part in load.parts)
+            for n, part in enumerate(load.parts):
+                good = self._load_part(loading, part, ends, load.waits)
+                lost[n] = part.block_ids[good:]
+                if lost[n]:
+                    break  # what follows is of no use
         finally:
-            self._recorder.time("load_seconds", time.perf_counter() - loading.began)
+            with self._guard("figures"):
+                self._recorder.time("load_seconds", time.perf_counter() - loading.began)
             with self._changed:
                 self._waits -= load.waits
-                if not whole and not self._in_parts:
+                if self._in_parts:
+                    self._bad_blocks.update(*lost)
+                elif any(lost):
                     self._failed.add(load.request_id)
                 self._loading.discard(loading)
                 if self._asynchronous:
                     self._loaded.add(load.request_id)
                 self._changed.notify_all()
 
-    def _load_part(self, loading: _Transfer, part: Part, ends: float, waits: bool) -> bool:
-        """Fills the pages of a part and returns whether all are filled."""
+    def _load_part(self, loading: _Transfer, part: Part, ends: float, waits: bool) -> int:
+        """Fills the leading pages of a part; returns how many."""
         outcome, wanted = Outcome(), len(part.block_ids)
         try:
             with self._guard("load"), _explained(outcome):
                 self._fill_pages(loading, part, ends, outcome, waits)
         finally:
-            with self._changed:
-                if self._in_parts:
-                    self._bad_blocks.update(part.block_ids[outcome.good :])
             block_bytes = self._groups[part.group].layout.block_bytes
             self._recorder.loaded(loading.request_id, part.group, wanted, block_bytes, outcome)
-        return outcome.good == wanted
+        return outcome.good
 
     def _fill_pages(
         self, loading: _Transfer, part: Part, ends: float, outcome: Outcome, waits: bool = False
@@ -372,8 +375,9 @@ class WorkerHalf:
             with self._guard("save"), _explained(outcome):
                 self._fill_store(saving, save, ends, outcome)
         finally:
-            self._recorder.time("save_seconds", time.perf_counter() - saving.began)
-            self._record_save(save, outcome)
+            with self._guard("figures"):
+                self._recorder.time("save_seconds", time.perf_counter() - saving.began)
+                self._record_save(save, outcome)
             with self._changed:
                 self._saving.discard(saving)
                 self._changed.notify_all()
@@ -421,7 +425,8 @@ class WorkerHalf:
                 namespace = self._open(hinting, self._groups[hint.group], ())
                 pinned = _tell(namespace, hint) if namespace is not None else 0
         finally:
-            self._recorder.add(pinned, "pinned_blocks")
+            with self._guard("figures"):
+                self._recorder.add(pinned, "pinned_blocks")
             with self._changed:
                 self._saving.discard(hinting)
                 self._changed.notify_all()

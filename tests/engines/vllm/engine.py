@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import select
 import subprocess
 import sys
 import time
@@ -21,6 +22,8 @@ BLOCK_TOKENS = 32
 VOCABULARY = 512
 PATIENCE = {"deadline_s": 10.0, "lookup_deadline_s": 0.5}
 """Tests run beside each other, with more processes than cores."""
+
+_ANSWER_S = 300.0
 
 # One thread: two engines and a daemon share two cores here, and OpenMP's threads spin while they wait.
 ENVIRONMENT = {
@@ -125,7 +128,9 @@ class Engine:
 
     def receive(self) -> Any:
         """The answer to the oldest command."""
-        line = self._pipes[1].readline()
+        answers = self._pipes[1]
+        assert select.select([answers], [], [], _ANSWER_S)[0], f"no answer in {_ANSWER_S} s"
+        line = answers.readline()
         assert line, f"the engine is gone: exit code {self._process.wait(10)}"
         answer = json.loads(line)
         if "error" in answer:

@@ -7,6 +7,7 @@ commands it is stepped until it has nothing left to do, as vLLM's own loop does 
 from __future__ import annotations
 
 import gc
+import inspect
 import json
 import os
 import sys
@@ -54,6 +55,8 @@ class Served:
         except Exception:
             self._clean_up()
             raise
+        self._sabotaged: dict[str, int] = {}
+        self._time_steps()
         self._keep_counts()
 
     def _clean_up(self) -> None:
@@ -317,37 +320,64 @@ class Served:
         for connector in self.connectors:
             connector._client.deadline_s = deadline_s
 
-    def sabotage(self, place: str, times: int = sys.maxsize) -> None:
-        """Makes something within the connector raise, the first times that it is called."""
+    def sabotage(self, place: str, times: int = sys.maxsize, signals: list[int] | None = None) -> None:
+        """Makes something within the connector raise, the first times that it is called.
+
+        `signals`: a process and a signal. The process gets that instead, and nothing raises.
+        """
         part, name = self._part(place)
         works, left = getattr(part, name), times
+        self._sabotaged[place] = 0
 
         def fail(*arguments: Any, **more: Any) -> Any:
             nonlocal left
             left -= 1
             if left >= 0:
-                raise RuntimeError(f"sabotage of {place}")
+                self._sabotaged[place] += 1
+                if signals is None:
+                    raise RuntimeError(f"sabotage of {place}")
+                os.kill(*signals)
             return works(*arguments, **more)
 
         setattr(part, name, fail)
 
-    def repair(self, place: str) -> None:
-        """Undoes `sabotage`."""
+    def repair(self, place: str) -> int:
+        """Undoes `sabotage`; how often it took place."""
         part, name = self._part(place)
         delattr(part, name)
+        return self._sabotaged.pop(place)
+
+    def longest_step_s(self) -> float:
+        """The longest step since the last call, in seconds."""
+        longest, self._longest_step_s = self._longest_step_s, 0.0
+        return longest
+
+    def places(self) -> list[str]:
+        """Where `sabotage` can make the connector raise: every method of its parts."""
+        return [
+            f"{part}.{name}"
+            for part in _PARTS
+            if not part.startswith("tier")
+            for name, what in vars(type(self._part(f"{part}.")[0])).items()
+            if inspect.isfunction(what) and not name.startswith("__")
+        ]
 
     def _part(self, place: str) -> tuple[Any, str]:
-        half, _, name = place.partition(".")
-        parts = {
-            "scheduler": lambda: self.scheduling._scheduler,
-            "lookup": lambda: self.scheduling._scheduler._lookup,
-            "tails": lambda: self.scheduling._scheduler._tails,
-            "worker": lambda: self.worker._worker,
-            "pages": lambda: self.worker._worker._groups[0].pages,
-            "tier": lambda: self.tier,
-            "tier lookups": lambda: self.tier._lookups,
-        }
-        return parts[half](), name
+        part, _, name = place.partition(".")
+        return _PARTS[part](self), name
+
+    def _time_steps(self) -> None:
+        engine = self.llm.llm_engine
+        step, self._longest_step_s = engine.step, 0.0
+
+        def timed() -> Any:
+            began_s = time.perf_counter()
+            try:
+                return step()
+            finally:
+                self._longest_step_s = max(self._longest_step_s, time.perf_counter() - began_s)
+
+        engine.step = timed
 
     def _keep_counts(self) -> None:
         """vLLM's own log of them says less than a test wants to know."""
@@ -366,6 +396,26 @@ class Served:
             return latest
 
         return counts
+
+
+_PARTS: dict[str, Callable[[Served], Any]] = {
+    "scheduler": lambda served: served.scheduling._scheduler,
+    "lookup": lambda served: served.scheduling._scheduler._lookup,
+    "scopes": lambda served: served.scheduling._scheduler._scopes,
+    "tails": lambda served: served.scheduling._scheduler._tails,
+    "references": lambda served: served.scheduling._scheduler._references,
+    "handoffs": lambda served: served.scheduling._scheduler._handoffs,
+    "adapters": lambda served: served.scheduling._scheduler._adapters,
+    "rate": lambda served: served.scheduling._scheduler._rate,
+    "options": lambda served: served.scheduling._scheduler._options,
+    "scheduler's figures": lambda served: served.scheduling._scheduler._recorder,
+    "worker": lambda served: served.worker._worker,
+    "worker's tenants": lambda served: served.worker._worker._tenants,
+    "worker's figures": lambda served: served.worker._worker._recorder,
+    "pages": lambda served: served.worker._worker._groups[0].pages,
+    "tier": lambda served: served.tier,
+    "tier lookups": lambda served: served.tier._lookups,
+}
 
 
 def main() -> None:
