@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import sys
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -32,6 +33,7 @@ from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics  # noqa: E4
 from vllm.v1.request import Request  # noqa: E402
 
 from kvstore.errors import UnavailableError  # noqa: E402
+from kvstore_vllm import weights  # noqa: E402
 from kvstore_vllm.connector import KVStoreConnector  # noqa: E402
 from kvstore_vllm.metrics import Figures  # noqa: E402
 
@@ -231,6 +233,32 @@ class Served:
             name.startswith("draft_model.") or number >= target
             for name, number in zip(layers, numbers, strict=True)
         ]
+
+    def hold_digest(self) -> None:
+        """Files of weights are not read before `let_digest_go_on`: large ones would take as long."""
+        held, digest = threading.Event(), weights.files_digest
+
+        def late(*arguments: Any) -> Any:
+            held.wait()
+            return digest(*arguments)
+
+        self._held, weights.files_digest = held, late
+
+    def let_digest_go_on(self) -> None:
+        """Ends `hold_digest`."""
+        self._held.set()
+
+    def off(self) -> str:
+        """Why the worker serves nothing."""
+        return self.worker._off
+
+    def missed(self) -> dict[str, int]:
+        """Missed tokens of this process, by reason."""
+        return {
+            metric.labels["reason"]: int(metric.value)
+            for metric in self.llm.get_metrics()
+            if metric.name == "vllm:kvstore_missed_tokens" and metric.value
+        }
 
     def failures(self) -> dict[str, int]:
         """Failed hooks of the connector's halves that are in this process."""

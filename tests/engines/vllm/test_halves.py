@@ -106,12 +106,15 @@ class FakeManager:
 GROUP = Group(0, ("layer",), BLOCK_TOKENS, 1, 1)
 
 
-def half(client: Client, layout: Layout, asynchronous: bool = True, **more: Any) -> SchedulerHalf:
+def half(
+    client: Client, layout: Layout, asynchronous: bool = True, named: bool = True, **more: Any
+) -> SchedulerHalf:
     guard = ExceptionBarrier(logging.getLogger("test"))
     given = {"loads": True, "saves": True, "lookup_deadline_s": 0.05} | more
     made = SchedulerHalf(client, guard, [GROUP], BLOCK_TOKENS, asynchronous, **given)
     made.bind(FakeManager())
-    made.meet([[layout]])
+    if named:
+        made.meet([[layout]])
     return made
 
 
