@@ -17,7 +17,7 @@ from kvstore.lab.local_daemon import LocalDaemon
 from kvstore_vllm import weights
 from kvstore_vllm.connector import KVStoreConnector
 from kvstore_vllm.messages import Handshake
-from kvstore_vllm.metrics import NAMING, UNNAMED
+from kvstore_vllm.metrics import NAMING, NOT_STORED, UNNAMED
 from kvstore_vllm.weights import Naming, Weights
 from tests.daemons import names
 from tests.engines.vllm.engine import Engine, cached, connector, full_blocks, prompt, said
@@ -186,6 +186,7 @@ def test_an_engine_serves_until_its_weights_are_named(own: LocalDaemon, tmp_path
         for found in (0, hit):
             answers = engine.fresh(asked)
             assert (said(answers), cached(answers)) == (expected, [found])
+        assert engine("missed") == {NAMING: 2 * hit, NOT_STORED: hit}
         assert engine("layout")["revision"].startswith("blake3:")
         assert engine("failures") == {}
 
