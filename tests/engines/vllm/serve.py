@@ -43,12 +43,19 @@ class Served:
 
     llm: LLM | None = None
 
-    def start(self, **arguments: Any) -> None:
-        """Makes the engine, instead of the one there was."""
+    def __init__(self) -> None:
+        self._held = threading.Event()
+        self._held.set()
+
+    def start(self, **arguments: Any) -> tuple[float, float]:
+        """Makes the engine, instead of the one there was. The seconds until it takes requests, and until its
+        weights have a name: on a busy machine, tests could not use the store at once otherwise.
+        """
         if self.llm is not None:
             self.core.shutdown()
             self.llm = None
             self._clean_up()
+        began_s = time.perf_counter()
         try:
             self.llm = LLM(
                 **{"skip_tokenizer_init": True, "enforce_eager": True, "disable_log_stats": False} | arguments
@@ -56,7 +63,11 @@ class Served:
         except Exception:
             self._clean_up()
             raise
+        start_s = time.perf_counter() - began_s
+        if self._held.is_set():
+            self.idle()
         self._keep_counts()
+        return start_s, time.perf_counter() - began_s
 
     def _clean_up(self) -> None:
         gc.collect()
@@ -236,13 +247,14 @@ class Served:
 
     def hold_digest(self) -> None:
         """Files of weights are not read before `let_digest_go_on`: large ones would take as long."""
-        held, digest = threading.Event(), weights.files_digest
+        digest = weights.files_digest
 
         def late(*arguments: Any) -> Any:
-            held.wait()
+            self._held.wait()
             return digest(*arguments)
 
-        self._held, weights.files_digest = held, late
+        self._held.clear()
+        weights.files_digest = late
 
     def let_digest_go_on(self) -> None:
         """Ends `hold_digest`."""
