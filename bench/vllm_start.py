@@ -1,8 +1,8 @@
 """vllm-start: the start of an engine that digests its weights, compared with one without the connector.
 
 No digest is remembered. Each engine has a process of its own. The clock starts when it has imported vLLM, and
-stops when the engine takes requests. `named` is the time at which the store is used, in seconds. The files are
-read from the disk, or from the page cache, where the load is shorter and the share of the digest larger.
+stops when the engine takes requests. `named` is the time at which the store is used, in seconds. The files
+are read from the disk, or from the page cache, where the load is shorter and the share of the digest larger.
 """
 
 from __future__ import annotations
