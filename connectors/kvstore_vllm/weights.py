@@ -25,9 +25,12 @@ logger = logging.getLogger("vllm.kvstore")
 _BY_CONTENT = "blake3:"
 _HINT = "set weights_revision in kv_connector_extra_config"
 
-_LEAST_S = 1.0
 _SHARE = 1 / 20
-"""The start waits for a name for this part of the time since the process began, or for `_LEAST_S`."""
+_LEAST_S, _MOST_S = 1.0, 5.0
+"""The start waits for a name for this share of the time since the process began, within these bounds.
+
+A process may be older than the start of its engine.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +130,8 @@ class Naming:
 
     def wait_at_start(self) -> bool:
         """Waits like `wait`, as long as the start of the engine may be held up."""
-        return self.wait(max(_LEAST_S, _SHARE * (time.time_ns() - process_started_ns()) / 1e9))
+        age_s = (time.time_ns() - process_started_ns()) / 1e9
+        return self.wait(min(max(_LEAST_S, _SHARE * age_s), _MOST_S))
 
     def revision(self) -> str:
         """Returns the name after `wait`. Raises what has prevented it: a ConfigError as a rule."""
