@@ -25,12 +25,8 @@ logger = logging.getLogger("vllm.kvstore")
 _BY_CONTENT = "blake3:"
 _HINT = "set weights_revision in kv_connector_extra_config"
 
-_SHARE = 1 / 20
-_LEAST_S, _MOST_S = 1.0, 5.0
-"""The start waits for a name for this share of the time since the process began, within these bounds.
-
-A process may be older than the start of its engine.
-"""
+_AT_START_S = 0.5
+"""The longest time that the start of an engine waits for a name: no engine with a GPU starts within 5 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +126,7 @@ class Naming:
 
     def wait_at_start(self) -> bool:
         """Waits like `wait`, as long as the start of the engine may be held up."""
-        age_s = (time.time_ns() - process_started_ns()) / 1e9
-        return self.wait(min(max(_LEAST_S, _SHARE * age_s), _MOST_S))
+        return self.wait(_AT_START_S)
 
     def revision(self) -> str:
         """Returns the name after `wait`. Raises what has prevented it: a ConfigError as a rule."""
