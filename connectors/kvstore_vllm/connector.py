@@ -216,11 +216,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Takes the KV memory of the engine. Raises ConfigError if a page is not one run of bytes."""
         check_covered(kv_caches, [group.layers for group in self._groups])
+        memory = []
         for group in self._groups:
             caches = {name: kv_caches[name] for name in group.layers}
             pages = pages_of(caches, self._kv_cache_config.num_blocks)
             block_bytes = pages.block_bytes * group.pages_per_key
-            self._memory.append(GroupMemory(pages, self._layout(group, caches, block_bytes)))
+            memory.append(GroupMemory(pages, self._layout(group, caches, block_bytes)))
+        self._memory, self._worker = memory, None
         # Layers may turn prefix caching off in this process only.
         self._off = why_off(self._vllm_config, self._settings)
 
@@ -229,13 +231,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
         If they cannot be named, nothing is served.
         """
-        if self._naming is None or not self._memory or not self._naming.wait(0):
+        if self._worker or self._unnamed or not self._memory:
             return
-        naming, self._naming = self._naming, None
+        if self._naming is None or not self._naming.wait(0):
+            return
         try:
-            self._worker = self._serving(naming.revision())
+            self._worker = self._serving(self._naming.revision())
         except Exception as error:
-            self._off, self._unnamed = str(error), True
+            self._off, self._unnamed = str(error) or repr(error), True
 
     def _serving(self, revision: str) -> WorkerHalf:
         return WorkerHalf(
