@@ -225,6 +225,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._memory, self._worker = memory, None
         # Layers may turn prefix caching off in this process only.
         self._off = why_off(self._vllm_config, self._settings)
+        self._begin_service()
 
     def _begin_service(self) -> None:
         """Makes the worker half once the weights are named: until then no block can be loaded or stored.

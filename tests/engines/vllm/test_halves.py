@@ -691,6 +691,7 @@ def test_a_computing_step_is_not_idle_for_the_second_model_runner(
         "",
     )
     connector._failures_told, connector._connector_metadata, connector._scheduler = Counter(), None, None
+    connector._memory, connector._moved, connector._met = [], 0, True
     runner = ActiveKVConnector.__new__(ActiveKVConnector)
     runner.kv_connector, runner.vllm_config = connector, VllmConfig()
     runner._pending_load_kwargs, runner._disabled = None, False
