@@ -129,6 +129,7 @@ BENCHES = {
         {"gpu/nvme-to-hbm": "kvikio"},
         _GPU,
     ),
+    "vllm-start": Entry("vllm_start:run", _named("vllm-start", "from-disk", "in-memory"), needs=_VLLM),
     "vllm-miss": Entry(
         "vllm_miss:run",
         _named("vllm-miss", "gqa", "mha", "windows", "latent", "recurrent", "answers"),

@@ -1,8 +1,8 @@
 """weights: the digest that names a model's weights, compared with one plain read of the same files.
 
 A plain read on one thread is the least that an engine does to load a model. The engine has read the files
-before the connector names them, so `in-memory` is what the first start on a node costs: a share
-`of_read_from_disk` of that read. Later starts cost `remembered`.
+before the connector names them, so `in-memory` is what the first digest on a node takes: a share
+`of_read_from_disk` of that read. Later ones take `remembered`. `vllm-start` measures the start of an engine.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SMOKE = Sizes(2, MIB, 0.0)
 def run(bench: Bench) -> Iterator[Result]:
     """Yields three rows."""
     z = bench.pick(Sizes(), SMOKE)
-    with bench.scratch() as folder, _cache_in(folder / ".cache"):
+    with bench.scratch() as folder, cache_in(folder / ".cache"):
         _write(bench, folder, z)
         files = list(model_files(folder).values())
 
@@ -56,7 +56,7 @@ def run(bench: Bench) -> Iterator[Result]:
             return z.files * z.file_bytes / _seconds(work) / GIB
 
         def cold(work: Callable[[], None]) -> float:
-            _drop(files)
+            drop_from_page_cache(files)
             return rate(work)
 
         rounds = bench.interleave("from disk", (lambda _: cold(digest), lambda _: cold(read)), 0.4)
@@ -65,7 +65,7 @@ def run(bench: Bench) -> Iterator[Result]:
         read()
         rounds = bench.interleave("in memory", (lambda _: rate(digest), lambda _: rate(read)), 0.4)
         yield rounds.result("weights/in-memory", "GiB/s", of_read_from_disk=from_disk / rounds.median(0))
-        _wait_until_old(bench, files, z.settled_s)
+        wait_until_old(bench, files, z.settled_s)
         named = files_digest(folder)
         again = [lambda _: 1e3 * _seconds(lambda: files_digest(folder)), lambda _: 1e3 * _seconds(digest)]
         rounds = bench.interleave("remembered", again, 0.2)
@@ -74,7 +74,7 @@ def run(bench: Bench) -> Iterator[Result]:
 
 
 @contextmanager
-def _cache_in(folder: Path) -> Iterator[None]:
+def cache_in(folder: Path) -> Iterator[None]:
     """Digests are remembered in this folder, not in the user's."""
     before = os.environ.get("XDG_CACHE_HOME")
     os.environ["XDG_CACHE_HOME"] = str(folder)
@@ -103,7 +103,7 @@ def _read(each: ModelFile) -> int:
     return done
 
 
-def _drop(files: list[ModelFile]) -> None:
+def drop_from_page_cache(files: list[ModelFile]) -> None:
     """Removes the files from the page cache."""
     for each in files:
         with each.path.open("rb") as file:
@@ -111,7 +111,8 @@ def _drop(files: list[ModelFile]) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _wait_until_old(bench: Bench, files: list[ModelFile], settled_s: float) -> None:
+def wait_until_old(bench: Bench, files: list[ModelFile], settled_s: float = _SETTLED_S) -> None:
+    """Returns when digests of the files are remembered."""
     newest_s = max(each.state.ctime_ns for each in files) / 1e9
     while (left_s := newest_s + settled_s - time.time()) > 0:
         bench.doing("waiting until the files are old enough")

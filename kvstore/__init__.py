@@ -13,7 +13,7 @@ from kvstore.cuda.device import DeviceBuffer
 from kvstore.cuda.device_ids import why_not as why_no_gpu
 from kvstore.fp8 import Fp8
 from kvstore.types import Key, Layout, Tier, chain_keys
-from kvstore.weights.digest import FilesDigest, files_digest
+from kvstore.weights.digest import FilesDigest, files_digest, newest_file
 
 # Earlier names of these classes. Callers may still import them.
 Guard, Room, DeviceRoom = ExceptionBarrier, Reservation, DeviceReservation
@@ -42,6 +42,7 @@ __all__ = [
     "chain_keys",
     "errors",
     "files_digest",
+    "newest_file",
     "on_device",
     "why_no_gpu",
 ]

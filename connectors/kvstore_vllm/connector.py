@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +34,8 @@ from kvstore_vllm.metrics import Figures, PromMetrics
 from kvstore_vllm.pages import check_covered, pages_of
 from kvstore_vllm.scheduler import SchedulerHalf
 from kvstore_vllm.settings import ConnectorSettings, check_engine, check_model, drops_last_block, why_off
-from kvstore_vllm.worker import NULL_BLOCK, GroupMemory, WorkerHalf
+from kvstore_vllm.weights import Naming, draft_of, weights_of
+from kvstore_vllm.worker import IDLE_S, NULL_BLOCK, GroupMemory, WorkerHalf
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -65,7 +67,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._guard = ExceptionBarrier(logger)
         self._failures_told: Counter[str] = Counter()
         self._moved = 0
+        self._serial = 0
         self._met = False
+        self._awaits_names = False
+        self._unnamed = False
         # Strict: the halves count why the daemon has not answered.
         self._client = Client(settings.url or None, deadline_s=settings.deadline_s, strict=True)
         page_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
@@ -73,7 +78,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._groups = groups_of(kv_cache_config, settings.blocks_per_key(page_tokens), drops)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
-        self._revision = ""
+        self._memory: list[GroupMemory] = []
+        self._naming: Naming | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(
                 self._client,
@@ -91,7 +97,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             if reason := settings.without_prefix_caching:
                 logger.warning("serves although prefix caching may be off: %s", reason)
         else:
-            self._revision = identity.weights_revision(vllm_config, settings.weights_revision)
+            self._weights = weights_of(vllm_config, settings.weights_revision)
+            self._draft = draft_of(vllm_config, settings.weights_revision)
+            self._naming = Naming([each for each in (self._weights, self._draft) if each])
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -121,10 +129,16 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 self._meet(told)
 
     def _meet(self, told: list[Handshake]) -> None:
-        self._met = True
-        if off := next((each.off for each in told if each.off), self._off):
-            logger.warning("nothing is loaded or stored: %s (see without_prefix_caching)", off)
-        else:
+        """Takes what the workers tell, of all of them at once: one may name its weights later than others."""
+        off = next((each.off for each in told if each.off), self._off)
+        self._met = bool(off) or all(each.layouts for each in told)
+        self._awaits_names = not self._met
+        if off:
+            unnamed = any(each.unnamed for each in told)
+            hint = "" if unnamed else " (see without_prefix_caching)"
+            logger.warning("nothing is loaded or stored: %s%s", off, hint)
+            self._half().turn_off(unnamed)
+        elif self._met:
             # Workers with the same KV have the same layouts.
             self._half().meet([list(each) for each in dict.fromkeys(tuple(w.layouts) for w in told)])
 
@@ -194,9 +208,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     def has_pending_push_work(self) -> bool:
-        """Returns whether transfers are running, so that the engine stays awake until pages are free."""
+        """Returns whether the engine stays awake: until pages are free, and until its weights have a name."""
         with self._guard("has_pending_push_work"):
-            return self._half().moving()
+            return self._half().moving() or self._awaits_names
         return False
 
     def has_pending_block_frees(self) -> bool:
@@ -210,18 +224,36 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Takes the KV memory of the engine. Raises ConfigError if a page is not one run of bytes."""
         check_covered(kv_caches, [group.layers for group in self._groups])
-        groups = []
+        memory = []
         for group in self._groups:
             caches = {name: kv_caches[name] for name in group.layers}
             pages = pages_of(caches, self._kv_cache_config.num_blocks)
             block_bytes = pages.block_bytes * group.pages_per_key
-            groups.append(GroupMemory(pages, self._layout(group, caches, block_bytes)))
+            memory.append(GroupMemory(pages, self._layout(group, caches, block_bytes)))
+        self._memory, self._worker = memory, None
         # Layers may turn prefix caching off in this process only.
         self._off = why_off(self._vllm_config, self._settings)
-        self._worker = WorkerHalf(
+        self._begin_service()
+
+    def _begin_service(self) -> None:
+        """Makes the worker half once the weights are named: until then no block can be loaded or stored.
+
+        If they cannot be named, nothing is served.
+        """
+        if self._worker or self._unnamed or not self._memory:
+            return
+        if self._naming is None or not self._naming.wait(0):
+            return
+        try:
+            self._worker = self._serving(self._naming.revision())
+        except Exception as error:
+            self._off, self._unnamed = str(error) or repr(error), True
+
+    def _serving(self, revision: str) -> WorkerHalf:
+        return WorkerHalf(
             self._client,
             self._guard,
-            groups,
+            [replace(each, layout=replace(each.layout, revision=revision)) for each in self._memory],
             self._kv_cache_config.num_blocks,
             self._asynchronous,
             in_parts=in_parts(self._groups),
@@ -229,13 +261,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def _layout(self, group: Group, caches: dict[str, torch.Tensor], block_bytes: int) -> Layout:
+        """Returns the layout of a group's blocks without the name of the weights."""
         config = self._vllm_config
         tp, pp = get_tp_group(), get_pp_group()
         same = self._kv_cache_config.kv_tp_replicas
         return Layout(
-            model=identity.model_name(config.model_config, self._revision),
+            model=identity.model_name(config.model_config, self._weights.by_content),
             block_bytes=block_bytes,
-            revision=self._revision,
             dtype=f"{config.model_config.dtype}, cache {config.cache_config.cache_dtype}",
             block_tokens=group.block_tokens,
             shard=f"tp {tp.rank_in_group // same}/{tp.world_size // same}, "
@@ -245,33 +277,47 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 [each.kv_cache_spec for each in self._kv_cache_config.kv_cache_groups],
                 group.number,
                 caches,
-                self._revision,
-                identity.drafted(config, self._settings.weights_revision),
+                self._weights.by_content,
+                identity.drafted(config, self._draft is not None and self._draft.by_content),
             ),
             kind="chain" if group.full else "independent",
         )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Returns the block layout of this worker."""
-        return Handshake(self._worker.layouts, self._off) if self._worker else None
+        """Returns the block layouts of this worker, or that there are none yet.
+
+        vLLM calls it at the end of its start, which waits a little for the name of the weights.
+        """
+        if self._naming is not None:
+            self._naming.wait_at_start()
+        return self._told()
+
+    def _told(self) -> Handshake | None:
+        self._begin_service()
+        layouts = self._worker.layouts if self._worker else []
+        return Handshake(layouts, self._off, self._unnamed) if self._memory else None
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Begins a step, with or without preemptions: cancels transfers from before a reset."""
         with self._guard("handle_preemptions"):
-            if self._worker and isinstance(kv_connector_metadata, Step):
+            if isinstance(kv_connector_metadata, Step):
                 self._met = kv_connector_metadata.met
-                self._worker.begin(kv_connector_metadata)
+                self._begin_service()
+                if self._worker:
+                    self._worker.begin(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Starts the loads of the step. Synchronous loads have ended on return."""
-        if self._worker is None:
-            return
         with self._guard("start_load_kv"):
-            self._worker.load(self._orders())
+            orders = self._orders()
+            self._serial = orders.serial
+            if self._worker:
+                self._worker.load(orders)
             return
         # vLLM waits for each load that it was promised.
         with self._guard("start_load_kv"):
-            self._worker.fail_unstarted(self._orders())
+            if self._worker:
+                self._worker.fail_unstarted(self._orders())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Does nothing: synchronous loads end before the first layer."""
@@ -293,6 +339,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 self._moved = self._worker.moved()
                 loaded, failed = self._worker.ended()
                 return KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
+            if self._naming and self._orders().idle:
+                self._naming.wait(IDLE_S)
         return KVConnectorTransferResults()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -304,11 +352,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Returns the progress of transfers, and the block layouts of this worker until they are known."""
-        if self._worker is None:
+        if not self._memory:
             return None
-        progress = Progress(self._moved, self._worker.serial)
+        progress = Progress(self._moved, self._serial)
         with self._guard("handshake"):
-            if not self._met and isinstance(told := self.get_handshake_metadata(), Handshake):
+            if not self._met and (told := self._told()):
                 progress.told[self._vllm_config.parallel_config.rank] = told
         return progress
 
@@ -317,7 +365,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> Figures | None:
         """Returns the figures since the last call."""
         with self._guard("get_kv_connector_stats"):
-            data = (self._worker or self._half()).counts()
+            half = self._worker or self._scheduler
+            data = half.counts() if half else {}
             failures = self._guard.failures - self._failures_told
             self._failures_told += failures
             data |= {f"hook_failures:{hook}": count for hook, count in failures.items()}

@@ -6,12 +6,9 @@ Doubtful properties are included: a needless difference is a miss, a missing one
 from __future__ import annotations
 
 import copy
-import logging
 import os
-import time
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,94 +17,29 @@ from blake3 import blake3
 from vllm import envs
 from vllm.config.utils import get_hash_factors, hash_factors, normalize_value
 
-from kvstore import Layout, files_digest
+from kvstore import Layout
 from kvstore.errors import ConfigError
 
-logger = logging.getLogger("vllm.kvstore")
 
+def drafted(config: Any, by_content: bool) -> list[object] | None:
+    """Returns what determines the KV of a draft model beside its weights; None: it keeps no KV.
 
-_BY_CONTENT = "blake3:"
-_HINT = "set weights_revision in kv_connector_extra_config"
-
-
-def weights_revision(config: Any, given: str) -> str:
-    """Returns a name for the weights: the option, the hub's commit, or a digest of the files' content.
-
-    Reads local files once per node, see `kvstore.files_digest`. Raises ConfigError if the weights cannot be
-    identified.
-    """
-    return given or _revision(config.model_config, config.load_config.load_format)
-
-
-def drafted(config: Any, given: str) -> list[object] | None:
-    """Returns what names a draft model whose KV lies beside the model's; None: there is none.
-
-    `given`: see `weights_revision`. Raises ConfigError if its weights cannot be identified.
+    `by_content`: its path says nothing, see `weights.draft_of`.
     """
     speculative = config.speculative_config
     if speculative is None or not speculative.uses_draft_kv_cache():
         return None
-    draft, load = copy.copy(speculative.draft_model_config), speculative.draft_load_config
-    # The model's own files may have the draft in them.
-    if draft.model == config.model_config.model:
-        revision = "of the model"
-    else:
-        revision = given or _revision(draft, (load or config.load_config).load_format)
-    if draft.model == config.model_config.model or named_by_content(revision):
+    draft = copy.copy(speculative.draft_model_config)
+    if by_content or draft.model == config.model_config.model:
         draft.model = ""
     quantization = speculative.quantization or draft.quantization
-    facts = [revision, draft.compute_hash(), str(draft.dtype), draft.max_model_len, quantization]
+    facts = [draft.compute_hash(), str(draft.dtype), draft.max_model_len, quantization]
     return [speculative.method, speculative.num_speculative_tokens, *facts]
 
 
-def _revision(model: Any, load_format: str) -> str:
-    if load_format == "dummy":
-        return "dummy"
-    if Path(model.model).exists():
-        return content_revision(Path(model.model))
-    commit = getattr(model.hf_config, "_commit_hash", None)
-    if commit:
-        return f"commit:{commit}"
-    raise ConfigError(f"nothing tells which weights {model.model!r} has", _HINT)
-
-
-def content_revision(path: Path) -> str:
-    """Returns a digest of a file, or of all files in a folder, which vLLM has read in this process.
-
-    Raises ConfigError if the files may have changed since, or cannot be read.
-    """
-    try:
-        found = files_digest(path, logger)
-    except ConfigError as error:
-        raise ConfigError(error.message, f"{error.hint}: {_HINT}") from error
-    if found.changed_ns >= process_started_ns():
-        raise ConfigError(
-            f"{found.newest} in {path} was changed after the engine started: vLLM may have read it before",
-            f"restart the engine, or {_HINT}",
-        )
-    return f"{_BY_CONTENT}{found.hexdigest}"
-
-
-def process_started_ns() -> int:
-    """Returns the time at which this process started, in ns since 1970.
-
-    It is up to 10 ms late: a process reads nothing so soon, and files written just before its start count as
-    older.
-    """
-    fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
-    ticks = int(fields[19]) + 1  # `starttime` in proc_pid_stat(5), which is rounded down
-    since_boot_ns = ticks * 10**9 // os.sysconf("SC_CLK_TCK")
-    return time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME) + since_boot_ns
-
-
-def named_by_content(revision: str) -> bool:
-    """Returns whether a revision is a digest of all files of the model."""
-    return revision.startswith(_BY_CONTENT)
-
-
-def model_name(model: Any, revision: str) -> str:
+def model_name(model: Any, by_content: bool) -> str:
     """Returns the name of a model in its namespace: of a folder named by content, not its path."""
-    return str(model.architecture) if named_by_content(revision) else str(model.model)
+    return str(model.architecture) if by_content else str(model.model)
 
 
 def in_epoch(layout: Layout, epoch: str) -> Layout:
@@ -125,19 +57,20 @@ def kv_layout(
     specs: list[Any],
     group: int,
     kv_caches: dict[str, torch.Tensor],
-    revision: str = "",
+    by_content: bool = False,
     draft: list[object] | None = None,
 ) -> str:
     """Returns a digest of the other properties that determine the bytes of a group of layers.
 
     These are the engine's configuration (`configured`), kind and options of all its groups, engine version,
     attention backend, shape, strides and scales of each layer and, on a CPU, the instruction set, because
-    CPU kernels pack keys and values by it.
+    CPU kernels pack keys and values by it. `by_content`: the path of the model says nothing. `draft`: see
+    `drafted`.
     """
     kernels, scales = backends(config, kv_caches)
     shapes = [(name, str(t.dtype), t.shape[1:], t.stride()[1:]) for name, t in sorted(kv_caches.items())]
     groups = repr(specs[0]) if len(specs) == 1 else (repr(specs), group)
-    facts = (configured(config, named_by_content(revision)), environment(), groups, shapes, scales)
+    facts = (configured(config, by_content), environment(), groups, shapes, scales)
     digest = blake3(repr((*facts, draft) if draft else facts).encode()).hexdigest(16)
     if next(iter(kv_caches.values())).device.type == "cuda":
         machine = f"compute capability {torch.cuda.get_device_capability()}"

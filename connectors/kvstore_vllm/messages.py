@@ -94,13 +94,14 @@ class Step(KVConnectorMetadata):
 
 @dataclass
 class Handshake(KVConnectorHandshakeMetadata):
-    """The block layouts of a worker by group, known after its KV memory.
+    """The block layouts of a worker by group; none until its weights have a name.
 
-    `off`: the reason if nothing is served.
+    `off`: the reason if nothing is served, as a clause. `unnamed`: it is that the weights cannot be named.
     """
 
     layouts: list[Layout]
     off: str = ""
+    unnamed: bool = False
 
 
 @dataclass

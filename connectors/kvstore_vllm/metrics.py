@@ -26,6 +26,7 @@ logger = logging.getLogger("vllm.kvstore")
 
 NOT_STORED, LATE, UNAVAILABLE, REFUSED = "not_stored", "late", "unavailable", "refused"
 NOT_WORTH_LOADING = "not_worth_loading"
+NAMING, UNNAMED = "naming", "unnamed"
 DAMAGED, CANCELLED, FAILED, DROPPED = "damaged", "cancelled", "failed", "dropped"
 LOADED, STORED, PRESENT = "loaded", "stored", "present"
 
@@ -63,7 +64,7 @@ METRICS = (
         "missed_tokens",
         "Asked tokens that were not found, or not worth loading, by reason.",
         "reason",
-        (NOT_STORED, NOT_WORTH_LOADING, LATE, UNAVAILABLE, REFUSED),
+        (NOT_STORED, NOT_WORTH_LOADING, LATE, UNAVAILABLE, REFUSED, NAMING, UNNAMED),
     ),
     Metric(
         "load_blocks",

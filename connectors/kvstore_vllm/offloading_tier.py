@@ -38,6 +38,7 @@ from kvstore import Client, ExceptionBarrier, Layout, Namespace
 from kvstore.errors import ConfigError, MisuseError
 from kvstore_vllm import identity
 from kvstore_vllm.settings import TierSettings, check_tiered_engine
+from kvstore_vllm.weights import named_by_content, weights_of
 
 logger = logging.getLogger("vllm.kvstore")
 
@@ -68,7 +69,8 @@ class KVStoreTier(SecondaryTierManager):
         settings = TierSettings.of(options)
         config, kv_cache_config = _engine()
         check_tiered_engine(config, kv_cache_config)
-        revision = identity.weights_revision(config, settings.weights_revision)
+        # In the foreground: the scheduler of vLLM's tiers asks for rows from the first request on.
+        revision = weights_of(config, settings.weights_revision).revision()
         self._layouts = layouts_of(config, kv_cache_config, offloading_spec, self.block_size_bytes, revision)
         self._deadline_s = settings.deadline_s
         self._guard = ExceptionBarrier(logger)
@@ -312,12 +314,12 @@ def layouts_of(
 
     Layers may be in other processes. So what selects their kernels is part of it, beside their names.
     """
-    offloading, model = spec.config, config.model_config
+    offloading, model, by_content = spec.config, config.model_config, named_by_content(revision)
     layers = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
     kernels, scales = identity.backends(config, layers)
     packages = [(name, _version(name)) for name in sorted(_KERNEL_PACKAGES)]
     facts = (
-        identity.configured(config, identity.named_by_content(revision)),
+        identity.configured(config, by_content),
         identity.environment(),
         repr([(each.layer_names, each.kv_cache_spec) for each in kv_cache_config.kv_cache_groups]),
         repr((offloading.groups, offloading.cache, offloading.worker_kv_bytes_per_block)),
@@ -332,7 +334,7 @@ def layouts_of(
         number = f"group {group.group_id} of {len(kv_cache_config.kv_cache_groups)}, {kind}"
         try:
             made[group.group_id] = Layout(
-                model=identity.model_name(model, revision),
+                model=identity.model_name(model, by_content),
                 block_bytes=row_bytes,
                 revision=revision,
                 dtype=f"{model.dtype}, cache {config.cache_config.cache_dtype}",

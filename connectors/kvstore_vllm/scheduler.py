@@ -21,7 +21,7 @@ from kvstore_vllm.groups import Found, Group
 from kvstore_vllm.handoff import Handoffs
 from kvstore_vllm.lookup import Lookup, ScopeLookups
 from kvstore_vllm.messages import Hint, Load, Part, Progress, Save, Step
-from kvstore_vllm.metrics import NOT_STORED, REFUSED, UNANSWERED, Recorder, reason_of
+from kvstore_vllm.metrics import NAMING, NOT_STORED, REFUSED, UNANSWERED, UNNAMED, Recorder, reason_of
 from kvstore_vllm.options import DEFAULT, OWN, WITHOUT, OptionReader, Options, Scope
 from kvstore_vllm.prefill_rate import PrefillRate
 from kvstore_vllm.references import PageReferences
@@ -109,6 +109,7 @@ class SchedulerHalf:
         self._number = 0
         self._moved = 0
         self._awake_until = 0.0
+        self._unmet = NAMING
         self._manager: Any = None
         self._references: PageReferences
         self._tails: Tails
@@ -116,9 +117,13 @@ class SchedulerHalf:
     # -- before a request has pages
 
     def meet(self, layouts: list[list[Layout]]) -> None:
-        """Takes the block layouts of each worker, by group. Until then every lookup is a miss."""
+        """Takes the block layouts of each worker, by group. Until then every lookup is a miss, by name."""
         self._lookup.meet(layouts, self._next.epoch)
         self._scopes.meet(layouts)
+
+    def turn_off(self, unnamed: bool) -> None:
+        """Nothing will be served. `unnamed`: the weights cannot be named, so every lookup is a miss."""
+        self._unmet = UNNAMED if unnamed else ""
 
     def bind(self, manager: Any) -> None:
         """Takes vLLM's manager of pages, before the first request."""
@@ -139,7 +144,7 @@ class SchedulerHalf:
         options = known.options if known else self._options.read(request)
         asked, unasked, promised = 0, self._unasked(request, salt, options), None
         # vLLM requires some requests to be computed from their first token.
-        if salt is None or request.skip_reading_prefix_cache or not options.loads or not self._lookup:
+        if salt is None or request.skip_reading_prefix_cache or not options.loads or self._off():
             found = Found(0, [set() for _ in self._groups])
         else:
             started = time.perf_counter()
@@ -148,7 +153,7 @@ class SchedulerHalf:
                 self._recorder.time("lookup_seconds", time.perf_counter() - started)
                 last = (request.num_tokens - 1) // self._alignment * self._alignment
                 asked = max(0, last - computed_tokens)
-            promised = self._handoffs.expect(request, found) if options.loads else None
+            promised = self._handoffs.expect(request, found) if options.loads and self._lookup else None
             # vLLM ends a step there, so that the states at this position are there to be saved.
             if promised is None and found.junction > request.shared_prefix_boundary:
                 request.shared_prefix_boundary = found.junction // self._alignment * self._alignment
@@ -351,6 +356,8 @@ class SchedulerHalf:
     ) -> tuple[Found, Options]:
         """Returns what is found of a prompt, and the request's options: none if its token is refused."""
         none = [set[int]() for _ in self._groups]
+        if not self._lookup:
+            return Found(0, none, why=self._unmet), options
         try:
             if options.scope == OWN:
                 return self._lookup.find(request, salt, first, computed_tokens), options
@@ -371,7 +378,7 @@ class SchedulerHalf:
 
     def _unasked(self, request: Request, salt: bytes | None, options: Options) -> str:
         """Returns why nothing is loaded for a request, whatever is stored; an empty string if it may be."""
-        if not self._lookup:
+        if self._off():
             return "nothing is served"
         if not self._may_load:
             return "this engine only stores"
@@ -380,6 +387,10 @@ class SchedulerHalf:
         if salt is None:
             return "its adapter or its images are not served"
         return "vLLM computes its whole prompt" if request.skip_reading_prefix_cache else ""
+
+    def _off(self) -> bool:
+        """Returns whether the store is not asked, because nothing is served."""
+        return not self._lookup and not self._unmet
 
     def _saves(self) -> bool:
         return self._may_save and bool(self._lookup)

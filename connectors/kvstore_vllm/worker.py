@@ -44,7 +44,7 @@ _SAVES = 1024
 """Queued saves; more are dropped."""
 _SAVE_BLOCKS = 64
 """Blocks per reservation: the most that a reset discards."""
-_IDLE_S = 0.002
+IDLE_S = 0.002
 """The time that an idle step waits for a transfer, in seconds."""
 
 
@@ -88,7 +88,7 @@ class WorkerHalf:
     """Called by the worker around its forward pass. Only synchronous loads block it.
 
     `in_parts`: a request can be resumed behind a part of its load, so lost pages are reported one by one.
-    `saves`: False if another worker has the same KV and saves it. `serial` is that of the step that runs.
+    `saves`: False if another worker has the same KV and saves it.
     """
 
     def __init__(
@@ -124,7 +124,6 @@ class WorkerHalf:
         self._bad_blocks: set[int] = set()
         self._recorder = Recorder()
         self._idle = False
-        self.serial = 0
 
     @property
     def layouts(self) -> list[Layout]:
@@ -150,7 +149,7 @@ class WorkerHalf:
 
     def load(self, step: Step) -> None:
         """Starts the loads of the step; runs them if they are synchronous."""
-        self._idle, self.serial = step.idle, step.serial
+        self._idle = step.idle
         now = time.monotonic()
         with self._changed:
             # Loads share the devices, and the engine would compute what they replace one after the other.
@@ -222,7 +221,7 @@ class WorkerHalf:
         """Returns the requests with finished loads, and those of them that must start again; each once."""
         with self._changed:
             if self._idle:
-                self._changed.wait_for(lambda: not self._waiting() or bool(self._loaded), _IDLE_S)
+                self._changed.wait_for(lambda: not self._waiting() or bool(self._loaded), IDLE_S)
             loaded, self._loaded = self._loaded, set()
             failed, self._failed = self._failed, set()
             return loaded, failed

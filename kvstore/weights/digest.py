@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import time
@@ -40,7 +41,21 @@ class FilesDigest:
     changed_ns: int
 
 
-def files_digest(path: str | os.PathLike[str], logger: logging.Logger = _log) -> FilesDigest:
+def newest_file(path: str | os.PathLike[str]) -> tuple[str, int]:
+    """Returns `newest` and `changed_ns` of the files' digest, see `FilesDigest`, without reading the files.
+
+    Raises ConfigError if there are no files, or this user may not read one of them.
+    """
+    files = model_files(Path(path))
+    for file in files.values():
+        if not os.access(file.path, os.R_OK):
+            raise _unreadable(file.path, os.strerror(errno.EACCES))
+    return _newest(files)
+
+
+def files_digest(
+    path: str | os.PathLike[str], logger: logging.Logger = _log, background: bool = False
+) -> FilesDigest:
     """Returns a digest of a file or of all files in a folder, by content: the name of a model's weights.
 
     Copies have the same digest. A changed byte, a renamed, additional or missing file gives another one. All
@@ -51,6 +66,7 @@ def files_digest(path: str | os.PathLike[str], logger: logging.Logger = _log) ->
     `$XDG_CACHE_HOME/kvstore/weights` (or `~/.cache`) by device, inode, size and times of the file, so that a
     node reads each file once: of processes that start together one reads, the others wait. Files that changed
     in the last 10 s are not remembered. Reading for more than 2 s is logged, with progress every 10 s.
+    `background`: at most 4 threads read, with the lowest priority.
 
     Raises ConfigError if there are no files, a file cannot be read, or files keep changing.
     """
@@ -59,7 +75,7 @@ def files_digest(path: str | os.PathLike[str], logger: logging.Logger = _log) ->
     changed = ""
     with DigestCache(cache_folder(), logger) as cache:
         for _ in range(_ATTEMPTS):
-            digests, after = _digests(root, files, cache, logger)
+            digests, after = _digests(root, files, cache, logger, background)
             if after == files:
                 return _named(files, digests)
             changed = next(name for name in files.keys() | after.keys() if files.get(name) != after.get(name))
@@ -70,7 +86,11 @@ def files_digest(path: str | os.PathLike[str], logger: logging.Logger = _log) ->
 
 
 def _digests(
-    root: Path, files: Mapping[str, ModelFile], cache: DigestCache, logger: logging.Logger
+    root: Path,
+    files: Mapping[str, ModelFile],
+    cache: DigestCache,
+    logger: logging.Logger,
+    background: bool,
 ) -> tuple[dict[FileState, bytes], Mapping[str, ModelFile]]:
     """Returns digests by state, and the files afterwards: if they are others, the digests may be wrong."""
     settled_ns = time.time_ns() - _SETTLED_NS
@@ -82,7 +102,7 @@ def _digests(
     unknown = [file for file in files.values() if file.state not in known]
     if not unknown:
         return known, files
-    made = _read(unknown, logger)
+    made = _read(unknown, logger, background)
     after = model_files(root)
     same = {file.state for file in after.values()}
     if lasting := {state: digest for state, digest in made.items() if state in same & settled}:
@@ -90,17 +110,23 @@ def _digests(
     return known | made, after
 
 
-def _read(files: list[ModelFile], logger: logging.Logger) -> dict[FileState, bytes]:
+def _read(files: list[ModelFile], logger: logging.Logger, background: bool) -> dict[FileState, bytes]:
     """Returns the digests of files that are read; none if a file is gone. Raises ConfigError."""
     try:
-        return digest_each(files, logger)
+        return digest_each(files, logger, background)
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise ConfigError(
-            f"cannot read {error.filename}: {error.strerror}",
-            "give this user access, or name the weights yourself",
-        ) from error
+        raise _unreadable(error.filename, error.strerror) from error
+
+
+def _unreadable(path: object, why: str | None) -> ConfigError:
+    return ConfigError(f"cannot read {path}: {why}", "give this user access, or name the weights yourself")
+
+
+def _newest(files: Mapping[str, ModelFile]) -> tuple[str, int]:
+    name = max(files, key=lambda each: files[each].state.ctime_ns)
+    return name, files[name].state.ctime_ns
 
 
 def _named(files: Mapping[str, ModelFile], digests: Mapping[FileState, bytes]) -> FilesDigest:
@@ -108,5 +134,4 @@ def _named(files: Mapping[str, ModelFile], digests: Mapping[FileState, bytes]) -
     for name, file in files.items():
         raw = os.fsencode(name)
         whole.update(len(raw).to_bytes(4, "little") + raw + digests[file.state])
-    newest = max(files, key=lambda name: files[name].state.ctime_ns)
-    return FilesDigest(whole.hexdigest(), newest, files[newest].state.ctime_ns)
+    return FilesDigest(whole.hexdigest(), *_newest(files))

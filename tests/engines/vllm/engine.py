@@ -73,6 +73,9 @@ class Engine:
     mode = ""
     """How the connector loads, where a fixture chose it."""
 
+    start_s = named_s = 0.0
+    """What its start took without that of its process, and the time until its weights had a name."""
+
     def __init__(self, model: Path, python: Path | None = None, threads: int = 1, **arguments: Any) -> None:
         environment = os.environ if python is None else environments.environment()
         commands, to_engine = os.pipe()
@@ -104,7 +107,7 @@ class Engine:
             "block_size": BLOCK_TOKENS,
             "kv_cache_memory_bytes": 64 << 20,
         }
-        self("start", **settings | arguments)
+        self.start_s, self.named_s = self("start", **settings | arguments)
 
     @contextlib.contextmanager
     def instead(self, **arguments: Any) -> Iterator[None]:

@@ -11,6 +11,7 @@ import inspect
 import json
 import os
 import sys
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics  # noqa: E4
 from vllm.v1.request import Request  # noqa: E402
 
 from kvstore.errors import UnavailableError  # noqa: E402
+from kvstore_vllm import weights  # noqa: E402
 from kvstore_vllm.connector import KVStoreConnector  # noqa: E402
 from kvstore_vllm.metrics import Figures  # noqa: E402
 
@@ -42,12 +44,19 @@ class Served:
 
     llm: LLM | None = None
 
-    def start(self, **arguments: Any) -> None:
-        """Makes the engine, instead of the one there was."""
+    def __init__(self) -> None:
+        self._held = threading.Event()
+        self._held.set()
+
+    def start(self, **arguments: Any) -> tuple[float, float]:
+        """Makes the engine, instead of the one there was. The seconds until it takes requests, and until its
+        weights have a name: on a busy machine, tests could not use the store at once otherwise.
+        """
         if self.llm is not None:
             self.core.shutdown()
             self.llm = None
             self._clean_up()
+        began_s = time.perf_counter()
         try:
             self.llm = LLM(
                 **{"skip_tokenizer_init": True, "enforce_eager": True, "disable_log_stats": False} | arguments
@@ -55,9 +64,13 @@ class Served:
         except Exception:
             self._clean_up()
             raise
+        start_s = time.perf_counter() - began_s
         self._sabotaged: dict[str, int] = {}
         self._time_steps()
+        if self._held.is_set():
+            self.idle()
         self._keep_counts()
+        return start_s, time.perf_counter() - began_s
 
     def _clean_up(self) -> None:
         gc.collect()
@@ -234,6 +247,33 @@ class Served:
             name.startswith("draft_model.") or number >= target
             for name, number in zip(layers, numbers, strict=True)
         ]
+
+    def hold_digest(self) -> None:
+        """Files of weights are not read before `let_digest_go_on`: large ones would take as long."""
+        digest = weights.files_digest
+
+        def late(*arguments: Any) -> Any:
+            self._held.wait()
+            return digest(*arguments)
+
+        self._held.clear()
+        weights.files_digest = late
+
+    def let_digest_go_on(self) -> None:
+        """Ends `hold_digest`."""
+        self._held.set()
+
+    def off(self) -> str:
+        """Why the worker serves nothing."""
+        return self.worker._off
+
+    def missed(self) -> dict[str, int]:
+        """Missed tokens of this process, by reason."""
+        return {
+            metric.labels["reason"]: int(metric.value)
+            for metric in self.llm.get_metrics()
+            if metric.name == "vllm:kvstore_missed_tokens" and metric.value
+        }
 
     def failures(self) -> dict[str, int]:
         """Failed hooks of the connector's halves that are in this process."""

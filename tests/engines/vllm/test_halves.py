@@ -106,12 +106,15 @@ class FakeManager:
 GROUP = Group(0, ("layer",), BLOCK_TOKENS, 1, 1)
 
 
-def half(client: Client, layout: Layout, asynchronous: bool = True, **more: Any) -> SchedulerHalf:
+def half(
+    client: Client, layout: Layout, asynchronous: bool = True, named: bool = True, **more: Any
+) -> SchedulerHalf:
     guard = ExceptionBarrier(logging.getLogger("test"))
     given = {"loads": True, "saves": True, "lookup_deadline_s": 0.05} | more
     made = SchedulerHalf(client, guard, [GROUP], BLOCK_TOKENS, asynchronous, **given)
     made.bind(FakeManager())
-    made.meet([[layout]])
+    if named:
+        made.meet([[layout]])
     return made
 
 
@@ -688,6 +691,7 @@ def test_a_computing_step_is_not_idle_for_the_second_model_runner(
         "",
     )
     connector._failures_told, connector._connector_metadata, connector._scheduler = Counter(), None, None
+    connector._memory, connector._moved, connector._met = [], 0, True
     runner = ActiveKVConnector.__new__(ActiveKVConnector)
     runner.kv_connector, runner.vllm_config = connector, VllmConfig()
     runner._pending_load_kwargs, runner._disabled = None, False

@@ -23,9 +23,9 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvstore.errors import ConfigError
-from kvstore_vllm import identity
-from kvstore_vllm.identity import weights_revision
+from kvstore_vllm import weights
 from kvstore_vllm.settings import ConnectorSettings, check_engine, check_tiered_engine, why_off
+from kvstore_vllm.weights import weights_of
 
 
 def engine(**changes: dict[str, Any]) -> SimpleNamespace:
@@ -221,6 +221,11 @@ def local_model(path: Path) -> SimpleNamespace:
     return config
 
 
+def revision(config: SimpleNamespace, given: str = "") -> str:
+    """The name of an engine's weights."""
+    return weights_of(config, given).revision()
+
+
 @pytest.fixture
 def model_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Files that this engine can have read."""
@@ -236,24 +241,24 @@ def model_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def start_after(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes this process one that started after the last change."""
     changed_ns = max(file.stat().st_ctime_ns for file in folder.iterdir())
-    monkeypatch.setattr(identity, "process_started_ns", lambda: changed_ns + 1)
+    monkeypatch.setattr(weights, "process_started_ns", lambda: changed_ns + 1)
 
 
 def test_weights_in_local_files_are_named_by_their_content(
     model_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    named = weights_revision(local_model(model_files), "")
+    named = revision(local_model(model_files))
     assert re.fullmatch("blake3:[0-9a-f]{64}", named)
-    assert weights_revision(local_model(model_files), "given") == "given"
+    assert revision(local_model(model_files), "given") == "given"
     copy = tmp_path / "copy"
     shutil.copytree(model_files, copy)
     start_after(copy, monkeypatch)
-    assert weights_revision(local_model(copy), "") == named
+    assert revision(local_model(copy)) == named
     (copy / "model.safetensors").write_bytes(b"Weights")
     start_after(copy, monkeypatch)
-    assert weights_revision(local_model(copy), "") not in ("", named)
+    assert revision(local_model(copy)) not in ("", named)
     # A GGUF model is one file.
-    assert weights_revision(local_model(copy / "model.safetensors"), "").startswith("blake3:")
+    assert revision(local_model(copy / "model.safetensors")).startswith("blake3:")
 
 
 def test_files_that_changed_after_the_start_are_refused(
@@ -261,23 +266,23 @@ def test_files_that_changed_after_the_start_are_refused(
 ) -> None:
     (model_files / "model.safetensors").write_bytes(b"others!")
     changed_ns = (model_files / "model.safetensors").stat().st_ctime_ns
-    monkeypatch.setattr(identity, "process_started_ns", lambda: changed_ns)
+    monkeypatch.setattr(weights, "process_started_ns", lambda: changed_ns)
     why = r"model.safetensors in .* was changed after the engine started.*restart.*set weights_revision"
     for _ in range(2):  # also if the digest is remembered
         with pytest.raises(ConfigError, match=why):
-            weights_revision(local_model(model_files), "")
+            revision(local_model(model_files))
     monkeypatch.undo()
     with pytest.raises(ConfigError, match=why):
-        weights_revision(local_model(model_files), "")
+        revision(local_model(model_files))
 
 
 def test_a_folder_without_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no files of a model.*set weights_revision"):
-        weights_revision(local_model(tmp_path), "")
+        revision(local_model(tmp_path))
 
 
 def test_the_start_of_a_process_is_known() -> None:
-    code = "from kvstore_vllm.identity import process_started_ns; print(process_started_ns())"
+    code = "from kvstore_vllm.weights import process_started_ns; print(process_started_ns())"
     before_ns = time.time_ns()
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     after_ns = time.time_ns()
@@ -287,11 +292,11 @@ def test_the_start_of_a_process_is_known() -> None:
 
 
 def test_weights_from_a_hub_are_named_by_their_commit() -> None:
-    assert weights_revision(hub_model("0123abcd"), "") == "commit:0123abcd"
-    assert weights_revision(hub_model("0123abcd"), "given") == "given"
-    assert weights_revision(hub_model(None, "dummy"), "") == "dummy"
+    assert revision(hub_model("0123abcd")) == "commit:0123abcd"
+    assert revision(hub_model("0123abcd"), "given") == "given"
+    assert revision(hub_model(None, "dummy")) == "dummy"
     with pytest.raises(ConfigError, match=r"which weights 'someone/some-model' has .*set weights_revision"):
-        weights_revision(hub_model(None), "")
+        revision(hub_model(None))
 
 
 def tiered(**changes: Any) -> SimpleNamespace:
