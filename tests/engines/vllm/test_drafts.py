@@ -17,7 +17,7 @@ from kvstore.lab.local_daemon import LocalDaemon
 from tests.engines.vllm.engine import BLOCK_TOKENS, Engine, cached, connector, full_blocks, prompt, said
 from tests.engines.vllm.models import make_eagle, make_eagle3, make_model, make_mtp
 from tests.engines.vllm.shapes import SHAPES
-from tests.engines.vllm.stored import blocks_of
+from tests.engines.vllm.stored import answers_from_the_store, blocks_of
 
 ASKED = prompt(860, 300)
 HEADS = {"eagle": make_eagle, "eagle3": make_eagle3}
@@ -160,6 +160,19 @@ def zero_the_drafts_kv(engine: Engine, url: str) -> None:
                 payloads.reshape(len(keys), len(drafts), -1)[:, drafts] = 0
                 ns.invalidate(keys)
                 assert ns.put(keys, payloads).stored == len(keys)
+
+
+def test_n_grams_are_proposed_behind_a_hit(own: LocalDaemon, tmp_path: Path) -> None:
+    """vLLM cannot start a second engine in a process whose first one has drafted by n-grams."""
+    model = make_model(tmp_path / "model", initializer_range=0.02)
+    ngrams = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    with Engine(model, speculative_config=ngrams) as plain:
+        expected, _, accepted = asks(plain)
+        assert 0 < accepted[0] < accepted[1]
+    with Engine(model, speculative_config=ngrams, **connector(own)) as engine:
+        for found in (0, full_blocks(300)):
+            assert asks(engine) == (expected, [found], accepted)
+        assert answers_from_the_store(engine, own, ASKED)
 
 
 def test_another_draft_has_other_blocks(own: LocalDaemon, tmp_path: Path) -> None:
