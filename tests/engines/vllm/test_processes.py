@@ -68,7 +68,7 @@ def test_each_shard_has_its_own_blocks(model: Path) -> None:
             # One worker loads a block that the other finds damaged.
             damage(client, of_the_second, keys[2])
             assert said(engine.fresh(asked[:1])) == expected[:1]
-            assert eventually(lambda: client.status()["counters"]["quarantined_blocks"]) == 1
+            assert eventually(lambda: client.status()["counters"].get("quarantined_blocks")) == 1
             answers = engine.fresh(asked[:1])
             assert (said(answers), cached(answers)) == (expected[:1], [full_blocks(300)])
             assert answers_from_the_store(engine, own, asked[0])
