@@ -58,6 +58,7 @@ SERVED_DRAFTS: dict[str, dict[str, Any]] = {
 """The served methods of speculative decoding, and the served values of their options."""
 HINTS = {
     "mamba_cache_mode": "only 'align' is served: start vLLM with --enable-prefix-caching",
+    "num_prefill_checkpoint_blocks": "only 0 is served, so no Mamba-2 layers: leave out the connector",
 }
 """Hints on options of a kind of KV cache that are not served."""
 
@@ -273,7 +274,7 @@ def _refusals_of_draft(
             "leave out block_tokens: blocks are as large as vLLM's",
         )
     for group in groups:
-        if isinstance(group.kv_cache_spec, (ChunkedLocalAttentionSpec, MambaSpec)):
+        if isinstance(group.kv_cache_spec, (ChunkedLocalAttentionSpec, MambaSpec, MLAAttentionSpec)):
             kind = type(group.kv_cache_spec).__name__
             yield ConfigError(
                 f"{what}, and the model's KV cache has a group of kind {kind}",

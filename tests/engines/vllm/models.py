@@ -74,6 +74,32 @@ def make_eagle3(folder: Path, target: Path, scale: float = 0.01) -> Path:
     return _save_draft(folder, tensors, config | own)
 
 
+def make_mtp(model: Path, scale: float) -> Path:
+    """Adds a layer that predicts a second token (MTP) to a saved model: mostly a copy of its last layer.
+
+    It drafts the model's last token again, unless its attention, which `scale` weighs, says otherwise.
+    """
+    torch.manual_seed(2)
+    config, weights = json.loads((model / "config.json").read_text()), load_file(model / "model.safetensors")
+    last, hidden = config["num_hidden_layers"] - 1, config["hidden_size"]
+    layer = f"model.layers.{last + 1}"
+    for name in [each for each in weights if each.startswith(f"model.layers.{last}.")]:
+        copied = weights[name]
+        if copied.dim() > 1:
+            # Queries and keys select tokens, the rest says what they are.
+            random = torch.randn_like(copied) * (0.3 if "q_proj" in name or "k_proj" in name else scale)
+            copied = random if "self_attn" in name else copied * 0.1
+        weights[name.replace(f"layers.{last}.", f"layers.{last + 1}.")] = copied.clone()
+    for norm in ("enorm", "hnorm", "shared_head.norm"):
+        weights[f"{layer}.{norm}.weight"] = torch.ones(hidden)
+    # Of the next token and the model's output, the latter.
+    weights[f"{layer}.eh_proj.weight"] = torch.cat((torch.zeros(hidden, hidden), torch.eye(hidden)), 1)
+    weights[f"{layer}.embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights[f"{layer}.shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    return model
+
+
 def _draft_layer(prefix: str, config: dict[str, Any], inputs: int, scale: float) -> dict[str, torch.Tensor]:
     """Random weights of a layer whose attention sees `inputs` values; larger where they select tokens."""
     torch.manual_seed(1)
@@ -100,6 +126,36 @@ def _save_draft(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
     return folder
+
+
+def quantize(model: Path, kv_scale: float = 0.0) -> Path:
+    """Makes the weights of a saved model 8-bit integers. `kv_scale`: adds scales of an FP8 KV cache."""
+    config, weights = json.loads((model / "config.json").read_text()), load_file(model / "model.safetensors")
+    for name in [each for each in weights if each.endswith("_proj.weight")]:
+        scale = weights[name].abs().amax(1, keepdim=True) / 127
+        weights[name], weights[f"{name}_scale"] = (weights[name] / scale).round().to(torch.int8), scale
+    whole = {"num_bits": 8, "type": "int", "symmetric": True}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**whole, "strategy": "channel"},
+                "input_activations": {**whole, "strategy": "token", "dynamic": True},
+            }
+        },
+    }
+    if kv_scale:
+        kind = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+        config["quantization_config"]["kv_cache_scheme"] = kind
+        for layer in range(config["num_hidden_layers"]):
+            for which, scale in (("k", kv_scale), ("v", kv_scale / 2)):
+                weights[f"model.layers.{layer}.self_attn.{which}_scale"] = torch.tensor([scale])
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    (model / "config.json").write_text(json.dumps(config))
+    return model
 
 
 def make_adapter(folder: Path, seed: int, projections: str = "qv") -> Path:

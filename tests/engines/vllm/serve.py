@@ -21,6 +21,7 @@ from typing import Any
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 
+import torch  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group, kv_transfer_state  # noqa: E402
@@ -162,12 +163,14 @@ class Served:
         abort_after: int = 0,
         params: list[Any] | None = None,
         idle: bool = True,
+        embed: bool = False,
     ) -> list[dict[str, Any]]:
         """All prompts at once, greedily: tokens, top logprobs and how many prompt tokens were cached, each;
         and seconds until all answers were there, and until the engine had nothing left to do.
 
         `abort_after`: all requests are aborted after so many steps, and there is no answer. `params`: the
-        `kv_transfer_params` of each prompt. `idle`: answers when the engine has nothing left to do.
+        `kv_transfer_params` of each prompt. `idle`: answers when the engine has nothing left to do. `embed`:
+        prompts are given as embeddings.
         """
         sampling = SamplingParams(
             max_tokens=max_tokens, temperature=0, logprobs=3, detokenize=False, ignore_eos=True
@@ -175,7 +178,12 @@ class Served:
         samplings = [sampling.clone() for _ in prompts]
         for each, some in zip(samplings, params or (), strict=params is not None):
             each.extra_args = {"kv_transfer_params": some}
-        asked = [{"prompt_token_ids": p, **({"cache_salt": salt} if salt else {})} for p in prompts]
+        asked = [
+            {"prompt_embeds": self._embedded(p)}
+            if embed
+            else {"prompt_token_ids": p, **({"cache_salt": salt} if salt else {})}
+            for p in prompts
+        ]
         adapter = LoRARequest(*lora) if lora else None
         if abort_after:
             engine = self.llm.llm_engine
@@ -233,14 +241,14 @@ class Served:
         [metric] = [m for m in self.llm.get_metrics() if m.name == "vllm:num_preemptions"]
         return metric.value
 
-    def accepted(self) -> int:
-        """How many tokens of drafts were accepted so far."""
-        [metric] = [m for m in self.llm.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens"]
-        return metric.value
+    def accepted(self) -> list[int]:
+        """How many tokens of drafts were accepted so far, and how many were drafted."""
+        values = {metric.name: metric.value for metric in self.llm.get_metrics() if hasattr(metric, "value")}
+        return [values[f"vllm:spec_decode_num_{which}_tokens"] for which in ("accepted", "draft")]
 
     def drafts(self, group: int) -> list[bool]:
         """Which layers of a group are a draft's, in the order of a stored block."""
-        layers = sorted(self.worker._groups[group].layers)
+        layers = sorted(self.scheduling._scheduler._groups[group].layers)
         target = self.core.vllm_config.model_config.hf_config.get_text_config().num_hidden_layers
         numbers = [int(name.split(".layers.")[1].split(".")[0]) for name in layers]
         return [
@@ -283,6 +291,11 @@ class Served:
         """What the connector's blocks of a group look like."""
         return self.worker._worker.layouts[group].to_map()
 
+    def layouts(self, group: int = 0) -> list[dict[str, Any]]:
+        """What each worker's blocks of a group look like; workers with the same blocks count once."""
+        shards = [shard[group] for shard in self.scheduling._scheduler._lookup._layouts]
+        return [layout.to_map() for layout in dict.fromkeys(shards)]
+
     def page_digests(self) -> list[list[str]]:
         """For each worker, see `PageDigests`, which must be the engine's `worker_extension_cls`."""
         return self.llm.collective_rpc("page_digests")
@@ -309,24 +322,33 @@ class Served:
         """The block hashes of a prompt, in hex: the keys of the tier's rows."""
         return [each.hex() for each in self._request(prompt).block_hashes]
 
-    def keys(self, prompt: list[int], group: int = 0) -> list[str]:
-        """The keys under which a prompt's blocks of a group are stored, in hex."""
-        groups = self.scheduling._scheduler._groups
-        return [key.hex() for key in groups[group].keys(self._request(prompt).block_hashes)]
+    def keys(self, prompt: list[int], group: int = 0, **how: Any) -> list[str]:
+        """The keys under which a prompt's blocks of a group are stored, in hex; `how`: see `_request`."""
+        request, half = self._request(prompt, **how), self.scheduling._scheduler
+        return [key.hex() for key in half._groups[group].keys(request.block_hashes, half._salt(request))]
 
-    def _request(self, prompt: list[int]) -> Request:
+    def _request(self, prompt: list[int], lora: list[Any] | None = None, embed: bool = False) -> Request:
         asked = EngineCoreRequest(
             request_id="keys",
-            prompt_token_ids=prompt,
+            prompt_token_ids=None if embed else prompt,
+            prompt_embeds=self._embedded(prompt) if embed else None,
             mm_features=None,
             sampling_params=SamplingParams(),
             pooling_params=None,
             arrival_time=0.0,
-            lora_request=None,
+            lora_request=LoRARequest(*lora) if lora else None,
             cache_salt=None,
             data_parallel_rank=None,
         )
         return Request.from_engine_core_request(asked, self.core.request_block_hasher)
+
+    def _embedded(self, prompt: list[int]) -> torch.Tensor:
+        """What a user may give instead of the tokens: random values, the same ones for the same token."""
+        model = self.core.vllm_config.model_config
+        table = torch.randn(
+            model.get_vocab_size(), model.get_hidden_size(), generator=torch.Generator().manual_seed(0)
+        )
+        return table[prompt].to(model.dtype)
 
     def shorten(self, prompt: list[int], tokens: int) -> None:
         """Leaves this number of leading tokens of a prompt in the engine's own prefix cache."""

@@ -58,6 +58,34 @@ def mistral(window: int | None) -> Shape:
     return Shape("Mistral", {"sliding_window": window})
 
 
+LATENT = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+}
+
+
+def phi(window: int | None) -> Shape:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 256,
+        "short_factor": [1.0] * 16,
+        "long_factor": [4.0] * 16,
+    }
+    more = {"original_max_position_embeddings": 256, "rope_parameters": rope, "sliding_window": window}
+    return Shape("Phi3", more, sizes=NO_HEAD_DIM)
+
+
 SHAPES = {
     "llama": Shape("Llama", {"num_key_value_heads": 4}),
     "grouped queries": Shape("Qwen3", {}),
@@ -86,24 +114,9 @@ SHAPES = {
         },
         {"dtype": "bfloat16"},
     ),
-    "latent": Shape(
-        "DeepseekV2",
-        {
-            "kv_lora_rank": 512,
-            "q_lora_rank": None,
-            "qk_rope_head_dim": 64,
-            "qk_nope_head_dim": 128,
-            "v_head_dim": 128,
-            "n_routed_experts": 4,
-            "n_shared_experts": 1,
-            "n_group": 1,
-            "topk_group": 1,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 64,
-            "first_k_dense_replace": 1,
-            "num_key_value_heads": 4,
-        },
-        sizes=NO_HEAD_DIM,
+    "latent": Shape("DeepseekV2", LATENT | {"q_lora_rank": None}, sizes=NO_HEAD_DIM),
+    "latent queries": Shape(
+        "DeepseekV3", LATENT | {"q_lora_rank": 64, "num_nextn_predict_layers": 1}, sizes=NO_HEAD_DIM
     ),
     "linear attention": Shape(
         "Qwen3Next",
@@ -132,23 +145,9 @@ SHAPES = {
             "first_k_dense_replace": 1,
             "num_nextn_predict_layers": 1,
         },
-        # transformers does not save the weights of the layer that predicts the second token.
-        {"load_format": "dummy"},
     ),
-    "long rope": Shape(
-        "Phi3",
-        {
-            "original_max_position_embeddings": 256,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 10000.0,
-                "original_max_position_embeddings": 256,
-                "short_factor": [1.0] * 16,
-                "long_factor": [4.0] * 16,
-            },
-        },
-        sizes=NO_HEAD_DIM,
-    ),
+    "long rope": phi(None),
+    "long rope with a window": phi(64),
     "chunks": Shape(
         "Llama4Text",
         {
@@ -170,6 +169,33 @@ SHAPES = {
             "conv_dim": 128,
             "conv_dim_out": 128,
             "block_ff_dim": 256,
+        },
+        {"dtype": "bfloat16"},
+        sizes=NO_HEAD_DIM,
+    ),
+    "short convolutions and experts": Shape(
+        "Lfm2Moe",
+        {
+            "layer_types": ["conv", "full_attention"] * 2,
+            "num_dense_layers": 1,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+        },
+        {"dtype": "bfloat16"},
+        sizes=NO_HEAD_DIM,
+    ),
+    "Mamba-2": Shape(
+        "GraniteMoeHybrid",
+        {
+            "layer_types": ["mamba", "attention"] * 2,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 64,
+            "mamba_d_state": 128,
+            "mamba_n_groups": 1,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 128,
         },
         {"dtype": "bfloat16"},
         sizes=NO_HEAD_DIM,

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from kvstore import Client, Layout
-from tests.engines.vllm.engine import Engine
+from kvstore.lab.local_daemon import LocalDaemon
+from tests.engines.vllm.engine import Engine, cached, said
 
 
-def blocks_of(engine: Engine, client: Client, asked: list[int], group: int) -> tuple[list[bytes], Any]:
-    """The keys of a prompt's stored blocks of a group, and their namespace."""
-    namespace = client.namespace(Layout(**engine("layout", group=group)))
-    keys = [bytes.fromhex(key) for key in engine("keys", prompt=asked, group=group)]
+def blocks_of(
+    engine: Engine, client: Client, asked: list[int], group: int, shard: int = 0, **how: Any
+) -> tuple[list[bytes], Any]:
+    """The keys of a prompt's stored blocks of a group and a shard, and their namespace. `how`: see `keys`."""
+    namespace = client.namespace(Layout(**engine("layouts", group=group)[shard]))
+    keys = [bytes.fromhex(key) for key in engine("keys", prompt=asked, group=group, **how)]
     return [key for key, there in zip(keys, namespace.contains(keys), strict=True) if there], namespace
 
 
-def replace_payloads(engine: Engine, url: str, asked: list[int], zero: bool) -> None:
-    """Stores a prompt's blocks of all groups again: the same bytes, or zeros."""
+def each_shard(
+    engine: Engine, client: Client, asked: list[int], **how: Any
+) -> Iterator[tuple[list[bytes], Any]]:
+    """See `blocks_of`, for all groups and shards."""
+    for group in range(engine("groups")):
+        for shard in range(len(engine("layouts", group=group))):
+            yield blocks_of(engine, client, asked, group, shard, **how)
+
+
+def replace_payloads(engine: Engine, url: str, asked: list[int], zero: bool, **how: Any) -> None:
+    """Stores a prompt's blocks of all groups and shards again: the same bytes, or zeros."""
     with Client(url, deadline_s=10.0) as client:
-        for group in range(engine("groups")):
-            keys, ns = blocks_of(engine, client, asked, group)
+        for keys, ns in each_shard(engine, client, asked, **how):
             assert keys
             payloads = np.empty((len(keys), ns.layout.block_bytes), np.uint8)
             assert ns.get(keys, payloads) == len(keys)
@@ -29,3 +41,26 @@ def replace_payloads(engine: Engine, url: str, asked: list[int], zero: bool) -> 
             if zero:
                 payloads[:] = 0
             assert ns.put(keys, payloads).stored == len(keys)
+
+
+def damage(client: Client, namespace: Any, key: bytes) -> None:
+    """Alters a stored block in DRAM, as a client of the tenant can."""
+    lease = namespace.acquire([key])
+    place = int(np.frombuffer(lease._slots.records, "<u8")[0])
+    lease.release()
+    block_bytes = namespace.layout.block_bytes
+    namespace.put([b"maps the extent writable"], np.ones((1, block_bytes), np.uint8))
+    extent = client._maps.get(place >> 32, True)
+    assert extent is not None
+    slot_bytes = next(iter(extent._tables))
+    extent.payload(slot_bytes, place & 0xFFFFFFFF, block_bytes)[0] ^= 1
+
+
+def answers_from_the_store(engine: Engine, own: LocalDaemon, asked: list[int], **how: Any) -> bool:
+    """Whether a hit is answered with the stored bytes: with zeros the answer is another one."""
+    before = engine.fresh([asked], **how)
+    replace_payloads(engine, own.url, asked, True, **how)
+    after = engine.fresh([asked], **how)
+    assert cached(after) == cached(before) != [0]
+    assert engine("failures") == {}
+    return said(after) != said(before)

@@ -15,7 +15,9 @@ import pytest
 from kvstore import Client
 from kvstore.lab.local_daemon import LocalDaemon
 from tests.engines.vllm.engine import Engine, cached, connector, full_blocks, prompt, said
+from tests.engines.vllm.models import make_mtp
 from tests.engines.vllm.shapes import SHAPES
+from tests.engines.vllm.stored import replace_payloads
 
 ASKED = prompt(850, 300)
 BLOCK_TOKENS = 16
@@ -26,14 +28,9 @@ SHARDS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 OPTIONS = {"max_model_len": 1024, "worker_extension_cls": "tests.engines.vllm.page_digests.PageDigests"}
 
 
-@pytest.fixture(scope="module")
-def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return SHAPES["latent"].save(tmp_path_factory.mktemp("latent"))
-
-
 @pytest.fixture
 def own() -> Iterator[LocalDaemon]:
-    with LocalDaemon({"dram": {"limit": "64MiB", "huge_pages": False}}) as daemon:
+    with LocalDaemon({"dram": {"limit": "64MiB", "huge_pages": False}, "scrub": {"rate": 0}}) as daemon:
         yield daemon
 
 
@@ -43,24 +40,43 @@ def latent(daemon: LocalDaemon, **extra: Any) -> dict[str, Any]:
     return connector(daemon, without_prefix_caching=reason, weights_revision="latent", **extra)
 
 
-@pytest.mark.parametrize("shards", [{}, SHARDS], ids=["one worker", "two workers"])
+@pytest.mark.parametrize(
+    ("shape", "shards"),
+    [("latent", {}), ("latent", SHARDS), ("latent queries", {})],
+    ids=["V2", "V2, two", "V3"],
+)
 def test_latent_kv_is_stored_once_and_loaded_by_all(
-    deepseek: Path, own: LocalDaemon, shards: dict[str, Any]
+    own: LocalDaemon, tmp_path: Path, shape: str, shards: dict[str, Any]
 ) -> None:
+    deepseek, options = SHAPES[shape].save(tmp_path), OPTIONS | shards
     blocks = full_blocks(300, BLOCK_TOKENS) // BLOCK_TOKENS
-    with Engine(deepseek, **OPTIONS | shards) as plain:
+    with Engine(deepseek, **options) as plain:
         expected = said(plain.generate([ASKED], max_tokens=1))
         computed = plain("page_digests")
         assert all(pages == computed[0] for pages in computed)
-    with Engine(deepseek, **OPTIONS | shards, **latent(own)) as first:
+    with Engine(deepseek, **options, **latent(own)) as first:
         assert said(first.generate([ASKED], max_tokens=1)) == expected
         assert first("failures") == {}
     with Client(own.url, deadline_s=10.0) as client:
         status = client.status()
     assert (status["namespaces"], status["blocks"]) == (1, blocks)
-    with Engine(deepseek, **OPTIONS | shards, **latent(own)) as second:
-        assert cached(second.generate([ASKED], max_tokens=1)) == [full_blocks(300, BLOCK_TOKENS)]
-        loaded = second("page_digests")
-        assert second("failures") == {}
-    # The page behind them differs: it was computed behind a prefix.
-    assert [len(set(pages) & set(computed[0])) for pages in loaded] == [blocks] * len(computed)
+    # Shards take long to start.
+    for same in (blocks,) if shards else (blocks, 0):
+        with Engine(deepseek, **options, **latent(own)) as second:
+            assert cached(second.generate([ASKED], max_tokens=1)) == [full_blocks(300, BLOCK_TOKENS)]
+            loaded = second("page_digests")
+            assert second("failures") == {}
+            replace_payloads(second, own.url, ASKED, True)
+        # The page behind them differs: it was computed behind a prefix.
+        assert [len(set(pages) & set(computed[0])) for pages in loaded] == [same] * len(computed)
+
+
+def test_a_draft_beside_latent_attention_is_refused(own: LocalDaemon, tmp_path: Path) -> None:
+    """That of DeepSeek-V3: vLLM's CPU kernels find no prefix for it, so nothing can be compared."""
+    deepseek = make_mtp(SHAPES["latent queries"].save(tmp_path), 0.1)
+    draft = {"method": "mtp", "num_speculative_tokens": 1}
+    with (
+        pytest.raises(RuntimeError, match=r"ConfigError.*'mtp', and the model's KV .* MLAAttentionSpec"),
+        Engine(deepseek, **OPTIONS, speculative_config=draft, **latent(own)),
+    ):
+        pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import pytest
 
 from kvstore.lab.local_daemon import LocalDaemon
 from tests.engines.vllm.engine import Engine, cached, connector, full_blocks, prompt, said
-from tests.engines.vllm.models import make_adapter
+from tests.engines.vllm.models import make_adapter, quantize
 from tests.engines.vllm.shapes import SHAPES
+from tests.engines.vllm.stored import answers_from_the_store, replace_payloads
 from tests.engines.vllm.test_page import cached_tokens, complete, server
 
 ASKED = prompt(1500, 497)
@@ -25,8 +27,12 @@ MODES: dict[str, dict[str, Any]] = {
     "pieces": {"max_num_batched_tokens": 96, "max_num_seqs": 2},
     "large pieces": {"max_num_batched_tokens": 600, "max_num_seqs": 2},
     "LoRA": {"enable_lora": True, "max_lora_rank": 8},
-    "sync": {},
+    "sync": {"async_scheduling": False},
+    "embeddings": {"enable_prompt_embeds": True},
+    "8-bit weights": {"dtype": "bfloat16"},
+    "scaled FP8 KV": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
 }
+SCALES = {"8-bit weights": 0.0, "scaled FP8 KV": 0.25}
 
 
 @pytest.fixture(scope="module")
@@ -42,25 +48,23 @@ def own() -> Iterator[LocalDaemon]:
         yield daemon
 
 
-@pytest.mark.parametrize(
-    ("shape", "mode"),
-    [
-        ("window smaller than the prompt", "two shards"),
-        (WINDOWS, "two shards"),
-        ("linear attention", "two shards"),
-        ("grouped queries", "FP8 KV"),
-        (WINDOWS, "FP8 KV"),
-        ("sinks", "FP8 KV"),
-        ("linear attention", "FP8 KV"),
-        ("window smaller than the prompt", "pieces"),
-        ("sinks", "pieces"),
-        ("long rope", "pieces"),
-        ("linear attention", "large pieces"),
-        (WINDOWS, "LoRA"),
-        ("experts", "sync"),
-        ("long rope", "sync"),
-    ],
-)
+FULL = ["llama", "grouped queries", "experts", "long rope"]
+WINDOWED = ["window smaller than the prompt", "long rope with a window", WINDOWS, "sinks", "chunks"]
+CELLS = [
+    *((shape, "two shards") for shape in ("window smaller than the prompt", WINDOWS, "linear attention")),
+    *((shape, mode) for mode in ("FP8 KV", "pieces") for shape in FULL + WINDOWED),
+    # vLLM's CPU build has no kernels for adapters of models with experts.
+    *((shape, "LoRA") for shape in ("llama", "grouped queries", "long rope", *WINDOWED[:3])),
+    ("linear attention", "FP8 KV"),
+    ("linear attention", "large pieces"),
+    *((shape, "embeddings") for shape in ("llama", WINDOWS)),
+    ("llama", "8-bit weights"),
+    ("llama", "scaled FP8 KV"),
+    *((shape, "sync") for shape in FULL),
+]
+
+
+@pytest.mark.parametrize(("shape", "mode"), CELLS)
 def test_a_hit_equals_one_in_vllms_own_cache(
     process: Engine, own: LocalDaemon, tmp_path: Path, shape: str, mode: str
 ) -> None:
@@ -69,29 +73,62 @@ def test_a_hit_equals_one_in_vllms_own_cache(
     With FP8 KV and with recurrent layers, vLLM computes other bits behind a prefix than without one.
     """
     made = SHAPES[shape]
-    options = {"model": str(made.save(tmp_path)), **made.engine, **MODES[mode]}
+    folder = made.save(tmp_path)
+    if mode in SCALES:
+        quantize(folder, SCALES[mode])
+    options = {"model": str(folder), **made.engine, **MODES[mode]}
     load = "sync" if mode == "sync" else "async"
-    lora = ["red", 1, str(make_adapter(tmp_path / "red", 1, "q"))] if mode == "LoRA" else None
-    asked = [LONG if shape == "linear attention" else ASKED]
+    lora = ["red", 1, str(make_adapter(tmp_path / "red", 1, "o"))] if mode == "LoRA" else None
+    how = {"lora": lora, "embed": mode == "embeddings"}
+    asked = LONG if shape == "linear attention" else ASKED
     process.restart(**options)
-    first = said(process.generate(asked, lora=lora))
-    [found] = cached(again := process.generate(asked, lora=lora))
+    first = said(process.generate([asked], **how))
+    [found] = cached(again := process.generate([asked], **how))
     assert found > 0
+    process.restart(**options, **connector(own, load=load, weights_revision=tmp_path.name))
     for tokens, expected in ((0, first), (found, said(again))):
-        process.restart(**options, **connector(own, load=load, weights_revision=tmp_path.name))
-        answer = process.generate(asked, lora=lora)
+        answer = process.fresh([asked], **how)
         assert (cached(answer), said(answer)) == ([tokens], expected)
-        assert process("failures") == {}
+    assert answers_from_the_store(process, own, asked, **how)
 
 
-def test_replicas_of_one_server_share_blocks(process: Engine, own: LocalDaemon, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", WINDOWED)
+def test_synchronous_loads_of_windows_are_refused(
+    process: Engine, own: LocalDaemon, tmp_path: Path, shape: str
+) -> None:
+    made = SHAPES[shape]
+    options = {"model": str(made.save(tmp_path)), **made.engine}
+    with pytest.raises(RuntimeError, match=r"ConfigError.*load is 'sync', and the model's KV cache has"):
+        process.restart(**options, **connector(own, load="sync", weights_revision=tmp_path.name))
+
+
+@pytest.mark.parametrize("shape", ["llama", WINDOWS])
+def test_replicas_of_one_server_share_blocks(
+    process: Engine, own: LocalDaemon, tmp_path: Path, shape: str
+) -> None:
     """Data parallelism: what one replica computed, the other loads."""
-    folder = SHAPES[WINDOWS].save(tmp_path)
+    folder = SHAPES[shape].save(tmp_path)
+    named = connector(own, weights_revision=tmp_path.name)
     process.restart(model=str(folder))
-    [(tokens, _)] = said(process.generate([ASKED]))
-    flag = json.dumps(connector(own, weights_revision=tmp_path.name)["kv_transfer_config"])
-    with server(folder, flag, ("--skip-tokenizer-init", "--data-parallel-size", "2")) as url:
-        for replica, found in ((0, 0), (1, full_blocks(497))):
-            to = {"X-data-parallel-rank": str(replica)}
-            answer = complete(url, folder, ASKED, headers=to, max_tokens=8)
-            assert (answer["choices"][0]["token_ids"], cached_tokens(answer)) == (tokens, found)
+    [(tokens, steps)] = said(process.generate([ASKED]))
+    expected = tokens, [dict(step)[token] for token, step in zip(tokens, steps, strict=True)]
+
+    def asks(replica: int) -> tuple[Any, int]:
+        to = {"X-data-parallel-rank": str(replica)}
+        more = {"max_tokens": 8, "logprobs": 1, "return_tokens_as_token_ids": True}
+        answer = complete(url, folder, ASKED, headers=to, **more)
+        [choice] = answer["choices"]
+        return (choice["token_ids"], choice["logprobs"]["token_logprobs"]), cached_tokens(answer)
+
+    flag = json.dumps(named["kv_transfer_config"])
+    options = ("--skip-tokenizer-init", "--data-parallel-size", "2")
+    with server(folder, flag, options, VLLM_SERVER_DEV_MODE="1") as url:
+        assert asks(0) == (expected, 0)
+        assert asks(1) == (expected, full_blocks(497))
+        # A replica is configured like an engine alone, so this one knows the names of its blocks.
+        process.restart(model=str(folder), **named)
+        replace_payloads(process, own.url, ASKED, True)
+        urllib.request.urlopen(urllib.request.Request(f"{url}/reset_prefix_cache", b""), timeout=30).close()
+        zeroed, found = asks(1)
+        assert found == full_blocks(497)
+        assert zeroed != expected

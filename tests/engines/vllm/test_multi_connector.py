@@ -16,6 +16,7 @@ from tests.daemons import eventually
 from tests.engines.vllm.engine import Engine, cached, connector, full_blocks, prompt, said
 from tests.engines.vllm.offloading import behind
 from tests.engines.vllm.shapes import SHAPES
+from tests.engines.vllm.stored import replace_payloads
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +74,12 @@ def test_hits_through_both_change_nothing(
     spare.restart(**options, **connector(own, weights_revision=revision))
     answers = spare.fresh(asked)
     assert (said(answers), cached(answers)) == (expected, hit)
+    replace_payloads(spare, own.url, asked[0], True)
+    spare.restart(**options, **behind(own, first, weights_revision=revision))
+    spare.fresh([prompt(971, 40)])
+    answers = spare.fresh(asked)
+    assert cached(answers) == hit
+    assert said(answers) != expected
     assert spare("failures") == {}
 
 

@@ -7,7 +7,11 @@ from pathlib import Path
 
 from kvstore import Client
 from kvstore.lab.local_daemon import LocalDaemon
-from tests.engines.vllm.engine import Engine, cached, connector, full_blocks, prompt, said
+from tests.daemons import eventually
+from tests.engines.vllm.engine import BLOCK_TOKENS, Engine, cached, connector, full_blocks, prompt, said
+from tests.engines.vllm.stored import answers_from_the_store, blocks_of, damage
+
+DRAM_ONLY = {"dram": {"limit": "64MiB", "huge_pages": False}, "scrub": {"rate": 0}}
 
 
 def test_engines_share_a_daemon_and_restart_independently(
@@ -47,15 +51,26 @@ def test_each_shard_has_its_own_blocks(model: Path) -> None:
     """Two tensor-parallel workers: only what both can load is a hit."""
     asked = [prompt(620 + i, 300) for i in range(2)]
     shards = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    with LocalDaemon({"dram": {"limit": "64MiB", "huge_pages": False}}) as own:
-        with Engine(model, **shards, **connector(own)) as engine:
-            expected = said(engine.fresh(asked))
-            answers = engine.fresh(asked)
-            assert (said(answers), cached(answers)) == (expected, [full_blocks(300)] * 2)
-            with Client(own.url, deadline_s=10.0) as client:
-                status = client.status()
+    with Engine(model, **shards) as plain:
+        expected = said(plain.generate(asked))
+    with LocalDaemon(DRAM_ONLY) as own:
+        with Engine(model, **shards, **connector(own)) as engine, Client(own.url, deadline_s=10.0) as client:
+            for found in (0, full_blocks(300)):
+                answers = engine.fresh(asked)
+                assert (said(answers), cached(answers)) == (expected, [found] * 2)
+            status = client.status()
             assert status["namespaces"] == 2
             assert status["blocks"] == 2 * 2 * 9
-            assert engine("failures") == {}
+            keys, of_the_second = blocks_of(engine, client, asked[0], 0, shard=1)
+            of_the_second.invalidate(keys[4:])
+            answers = engine.fresh(asked[:1])
+            assert (said(answers), cached(answers)) == (expected[:1], [4 * BLOCK_TOKENS])
+            # One worker loads a block that the other finds damaged.
+            damage(client, of_the_second, keys[2])
+            assert said(engine.fresh(asked[:1])) == expected[:1]
+            assert eventually(lambda: client.status()["counters"].get("quarantined_blocks")) == 1
+            answers = engine.fresh(asked[:1])
+            assert (said(answers), cached(answers)) == (expected[:1], [full_blocks(300)])
+            assert answers_from_the_store(engine, own, asked[0])
         with Engine(model, **connector(own)) as alone:
             assert cached(alone.generate(asked)) == [0, 0]

@@ -141,7 +141,10 @@ class OwnSpec(FullAttentionSpec):
         ),
         ([FULL, state(mamba_cache_mode="none")], "mamba_cache_mode 'none'.*only 'align'"),
         ([FULL, state(num_speculative_blocks=1)], "num_speculative_blocks 1.*only 0"),
-        ([FULL, state(num_prefill_checkpoint_blocks=1)], "num_prefill_checkpoint_blocks 1.*only 0"),
+        (
+            [FULL, state(num_prefill_checkpoint_blocks=1)],
+            "checkpoint_blocks 1.*only 0.*no Mamba-2",
+        ),
         ([FULL, OwnSpec(**SIZES)], "of kind OwnSpec.*FullAttentionSpec, Chunked.* are served: leave out"),
         (
             [FULL, SlidingWindowSpec(**SIZES, sliding_window=64, extra_retained_tokens=2)],
@@ -178,12 +181,18 @@ def test_windows_are_loaded_asynchronously_in_blocks_of_the_engine(specs: list[A
         check_engine(config, groups(*specs), ConnectorSettings(load="sync"))
 
 
-@pytest.mark.parametrize("other", [CHUNKS, state()])
+LATENT = MLAAttentionSpec(**SIZES, cache_dtype_str="auto")
+
+
+@pytest.mark.parametrize("other", [CHUNKS, state(), LATENT])
 def test_drafts_are_served_with_attention_that_a_test_covers(other: Any) -> None:
-    config = engine(speculative_config=draft("eagle"))
-    check_engine(config, groups(FULL, WINDOW), ConnectorSettings())
-    with pytest.raises(ConfigError, match=r"'eagle', and .* a group of kind .*full attention and sliding"):
-        check_engine(config, groups(FULL, other), ConnectorSettings())
+    """Also latent attention alone, that of DeepSeek-V3 with the layer that it is published with (MTP)."""
+    for method in ("eagle", "mtp"):
+        config = engine(speculative_config=draft(method))
+        check_engine(config, groups(FULL, WINDOW), ConnectorSettings())
+        for specs in ([other], [FULL, other]):
+            with pytest.raises(ConfigError, match=rf"'{method}', and .* of kind {type(other).__name__}"):
+                check_engine(config, groups(*specs), ConnectorSettings())
 
 
 @pytest.mark.parametrize(

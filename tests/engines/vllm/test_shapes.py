@@ -11,6 +11,7 @@ import pytest
 from kvstore.lab.local_daemon import LocalDaemon
 from tests.engines.vllm.engine import Engine, cached, connector, full_blocks, prompt, said
 from tests.engines.vllm.shapes import SHAPES
+from tests.engines.vllm.stored import answers_from_the_store
 
 FIRST = prompt(800, 497)
 PROMPTS = {
@@ -62,6 +63,7 @@ def arguments(name: str, folder: Path, block_tokens: int) -> dict[str, Any]:
         ("sinks", 32, 0, 300),
         ("sinks", 128, 0, 300),
         ("long rope", 32, 300, 300),
+        ("long rope with a window", 32, 0, 0),
         # A prefix that ends with a chunk of attention needs no block of it.
         ("chunks", 32, 257, 300),
         ("chunks", 64, 300, 300),
@@ -98,12 +100,14 @@ def test_hits_change_nothing(
     asks(other, "second", 497)
     asks(other, "third", third or 1)
     asks(one, "third", 497)
+    assert answers_from_the_store(one, own, FIRST)
 
 
 @pytest.mark.parametrize(
     ("name", "block_tokens", "why"),
     [
         ("bidirectional", 128, "has a pooler.*leave out the connector"),
+        ("Mamba-2", 32, "num_prefill_checkpoint_blocks 1.*no Mamba-2 layers: leave out the connector"),
     ],
 )
 def test_models_without_a_proof_of_exact_restore_are_refused(

@@ -17,16 +17,17 @@ from kvstore.lab.local_daemon import LocalDaemon
 from tests.daemons import eventually
 from tests.engines.vllm.engine import Engine, cached, connector, prompt, said
 from tests.engines.vllm.shapes import SHAPES
-from tests.engines.vllm.stored import blocks_of, replace_payloads
+from tests.engines.vllm.stored import blocks_of, damage, replace_payloads
 from tests.engines.vllm.test_load import mixed
 
+STATES = ["linear attention", "short convolutions", "short convolutions and experts"]
 DRAM_ONLY = {"dram": {"limit": "256MiB", "huge_pages": False}, "scrub": {"rate": 0}}
 FIRST = prompt(700, 1500)
 SECOND = FIRST[:900] + prompt(701, 500)
 THIRD = FIRST[:900] + prompt(702, 500)
 
 
-@pytest.fixture(scope="module", params=["linear attention", "short convolutions"])
+@pytest.fixture(scope="module", params=STATES)
 def shape(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     shape = SHAPES[request.param]
     options = {"enable_prefix_caching": True, **shape.engine}
@@ -82,21 +83,66 @@ def test_a_conversation_goes_on_near_the_end_of_its_answer(alone: Engine, statef
 
 
 def test_a_lost_state_shortens_the_prefix(alone: Engine, stateful: Engine, own: LocalDaemon) -> None:
-    """The state at the end of the prompt is evicted, the one before it, where prompts part, is not."""
-    asked = FIRST[:900] + prompt(720, 500)
-    for _ in range(2):
-        stateful.fresh([asked])
-    [whole] = cached(stateful.fresh([asked]))
+    """Of three states of a prompt one in between is lost, which nothing needs, then also the last one."""
+    asked = prompt(720, 1900)
+    parting = [[asked[:at] + prompt(721 + i, 200) for i in range(2)] for at in (900, 1400)]
+    assert alone("reset")
+    part, whole = ([alone.generate([each]) for each in (*some, asked)][-1] for some in parting)
+    for each in (*parting[0], asked, *parting[1]):
+        stateful.fresh([each])
+    assert 0 < cached(part)[0] <= 900
+    assert cached(whole)[0] >= 1400
     with Client(own.url, deadline_s=10.0) as client:
-        for group in range(stateful("groups")):
-            keys, ns = blocks_of(stateful, client, asked, group)
-            if "Mamba" in ns.layout.kv_layout:
-                assert len(keys) >= 2
-                ns.invalidate(keys[-1:])
-    [part] = cached(stateful.fresh([asked]))
-    assert 0 < part < whole
-    [again] = cached(stateful.fresh([asked]))
-    assert again == whole
+        groups = [blocks_of(stateful, client, asked, group) for group in range(stateful("groups"))]
+        states = [(keys, ns) for keys, ns in groups if "Mamba" in ns.layout.kv_layout]
+        for lost, expected in ((-2, whole), (-1, part)):
+            for keys, ns in states:
+                assert len(keys) == 3
+                ns.invalidate([keys[lost]])
+            answer = stateful.fresh([asked])
+            assert (said(answer), cached(answer)) == (said(expected), cached(expected))
+    answer = stateful.fresh([asked])
+    assert (said(answer), cached(answer)) == (said(whole), cached(whole))
+    assert stateful("failures") == {}
+
+
+def test_a_damaged_state_is_not_used(alone: Engine, stateful: Engine, own: LocalDaemon) -> None:
+    asked = [prompt(725, 1300)]
+    assert alone("reset")
+    cold, hit = (alone.generate(asked) for _ in range(2))
+    assert said(stateful.fresh(asked)) == said(cold)
+    with Client(own.url, deadline_s=10.0) as client:
+        groups = [blocks_of(stateful, client, asked[0], group) for group in range(stateful("groups"))]
+        [keys, states] = next(each for each in groups if "Mamba" in each[1].layout.kv_layout)
+        before = client.status()["counters"].get("quarantined_blocks", 0)
+        damage(client, states, keys[-1])
+        # The request is computed from its start.
+        assert said(stateful.fresh(asked)) == said(cold)
+        assert eventually(lambda: client.status()["counters"]["quarantined_blocks"] == before + 1)
+    # Its state is stored again at the latest by the next request.
+    again, answer = (stateful.fresh(asked) for _ in range(2))
+    assert said(again) == said(hit if cached(again)[0] else cold)
+    assert (said(answer), cached(answer)) == (said(hit), cached(hit))
+    assert stateful("failures") == {}
+
+
+def test_preempted_requests_store_usable_states(alone: Engine, stateful: Engine) -> None:
+    """Their own answers are not compared: preempted requests are computed in pieces that no reference has."""
+    prompts = [prompt(740 + i, 700) for i in range(4)]
+    blocks = 3 * -(-900 // stateful("kv_cache_config")["alignment_tokens"])
+    with stateful.instead(num_gpu_blocks_override=blocks, max_model_len=1024):
+        stateful.generate(prompts, max_tokens=200)
+        assert stateful("preemptions") > 0
+        found = 0
+        for asked in prompts:
+            alone("reset")
+            cold, hit = (alone.generate([asked]) for _ in range(2))
+            answer = stateful.fresh([asked])
+            # A request that was preempted has stored no state.
+            assert (said(answer), cached(answer)) in ((said(each), cached(each)) for each in (cold, hit))
+            found += cached(answer)[0]
+        assert found > 0
+        assert stateful("failures") == {}
 
 
 def test_the_answers_come_from_the_stored_states(alone: Engine, stateful: Engine, own: LocalDaemon) -> None:
