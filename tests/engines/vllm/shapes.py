@@ -116,7 +116,9 @@ SHAPES = {
     ),
     "latent": Shape("DeepseekV2", LATENT | {"q_lora_rank": None}, sizes=NO_HEAD_DIM),
     "latent queries": Shape(
-        "DeepseekV3", LATENT | {"q_lora_rank": 64, "num_nextn_predict_layers": 1}, sizes=NO_HEAD_DIM
+        "DeepseekV3",
+        LATENT | {"q_lora_rank": 64, "num_nextn_predict_layers": 1, "topk_method": "noaux_tc"},
+        sizes=NO_HEAD_DIM,
     ),
     "linear attention": Shape(
         "Qwen3Next",
