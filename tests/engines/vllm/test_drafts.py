@@ -183,7 +183,7 @@ def test_another_draft_has_other_blocks(own: LocalDaemon, tmp_path: Path) -> Non
         case = drafted(model, "draft_model", draft) if draft else Drafted(model, {"max_model_len": 1024})
         with Engine(model, **case.options, **connector(own)) as engine:
             layouts.append(Layout(**engine("layout")))
-    assert len({layout.kv_layout for layout in layouts}) == 3
+    assert len({(layout.kv_layout, layout.revision) for layout in layouts}) == 3
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from kvstore.lab.local_daemon import LocalDaemon
 from tests.engines.vllm.engine import Engine, cached, connector, full_blocks, prompt, said
 from tests.engines.vllm.models import make_adapter, quantize
 from tests.engines.vllm.shapes import SHAPES
-from tests.engines.vllm.stored import answers_from_the_store, replace_payloads
+from tests.engines.vllm.stored import answers_from_the_store, replace_payloads, settled
 from tests.engines.vllm.test_page import cached_tokens, complete, server
 
 ASKED = prompt(1500, 497)
@@ -124,6 +124,7 @@ def test_replicas_of_one_server_share_blocks(
     options = ("--skip-tokenizer-init", "--data-parallel-size", "2")
     with server(folder, flag, options, VLLM_SERVER_DEV_MODE="1") as url:
         assert asks(0) == (expected, 0)
+        settled(own)
         assert asks(1) == (expected, full_blocks(497))
         # A replica is configured like an engine alone, so this one knows the names of its blocks.
         process.restart(model=str(folder), **named)
