@@ -33,8 +33,10 @@ def each_shard(
 
 def replace_payloads(engine: Engine, url: str, asked: list[int], zero: bool, **how: Any) -> None:
     """Stores a prompt's blocks of all groups and shards again: the same bytes, or zeros."""
+    replaced = 0
     with Client(url, deadline_s=10.0) as client:
         for keys, ns in each_shard(engine, client, asked, **how):
+            replaced += len(keys)
             if not keys:
                 continue  # no token of a window or chunk is before the end of the prefix
             payloads = np.empty((len(keys), ns.layout.block_bytes), np.uint8)
@@ -43,6 +45,7 @@ def replace_payloads(engine: Engine, url: str, asked: list[int], zero: bool, **h
             if zero:
                 payloads[:] = 0
             assert ns.put(keys, payloads).stored == len(keys)
+    assert replaced
 
 
 def settled(daemon: LocalDaemon) -> None:
