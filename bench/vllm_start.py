@@ -25,6 +25,7 @@ from kvstore.weights.files import model_files
 from tests.engines.environments import interpreter
 from tests.engines.vllm.engine import Engine, connector
 
+CASES = ("from-disk", "in-memory")
 _OPTIONS: dict[str, Any] = {"dtype": "float32", "kv_cache_memory_bytes": 256 * MIB}
 
 
@@ -38,7 +39,7 @@ def run(bench: Bench) -> Iterator[Result]:
         files = list(model_files(folder).values())
         # Younger files are not remembered, and so the digest would leave no trace.
         wait_until_old(bench, files)
-        for row in ("from-disk", "in-memory"):
+        for row in CASES:
             named_s: list[float] = []
 
             def prepare(cold: bool = row == "from-disk") -> None:
