@@ -43,7 +43,9 @@ def engine_of(
         _save(folder, model)
         bench.doing("starting vLLM")
         flag = connector(daemon, lookup_deadline_s=None, **options)
-        with Engine(folder, python, threads, dtype=model["torch_dtype"], **_OPTIONS, **flag) as made:
+        with Engine(
+            folder, python, threads, hasty=True, dtype=model["torch_dtype"], **_OPTIONS, **flag
+        ) as made:
             yield made
 
 
@@ -59,7 +61,7 @@ def roles(bench: Bench, model: dict[str, Any], dram_bytes: int) -> Iterator[tupl
         for role in ("kv_producer", "kv_consumer"):
             [transfer] = connector(daemon, lookup_deadline_s=None).values()
             options = {**_OPTIONS, "kv_transfer_config": {**transfer, "kv_role": role}}
-            made.append(stack.enter_context(Engine(folder, python, 1, **options)))
+            made.append(stack.enter_context(Engine(folder, python, 1, hasty=True, **options)))
         prefill, decode = made
         yield prefill, decode
 

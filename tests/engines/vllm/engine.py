@@ -23,6 +23,9 @@ VOCABULARY = 512
 PATIENCE = {"deadline_s": 10.0, "lookup_deadline_s": 0.5}
 """Tests run beside each other, with more processes than cores."""
 
+_LOAD_S = 2.0
+"""The least time of a load, for the same reason: a tiny model computes its prompt in less than a pause."""
+
 _ANSWER_S = 300.0
 
 # One thread: two engines and a daemon share two cores here, and OpenMP's threads spin while they wait.
@@ -67,7 +70,8 @@ def connector(daemon: LocalDaemon | str, **extra: Any) -> dict[str, Any]:
 class Engine:
     """A vLLM engine in a process of its own, by another interpreter than this one if `python` names it.
 
-    Methods are those of `serve.Served`; its errors are raised.
+    Methods are those of `serve.Served`; its errors are raised. `hasty`: a load is given up as early as the
+    product does it, not after `_LOAD_S`.
     """
 
     mode = ""
@@ -76,7 +80,9 @@ class Engine:
     start_s = named_s = 0.0
     """What its start took without that of its process, and the time until its weights had a name."""
 
-    def __init__(self, model: Path, python: Path | None = None, threads: int = 1, **arguments: Any) -> None:
+    def __init__(
+        self, model: Path, python: Path | None = None, threads: int = 1, hasty: bool = False, **arguments: Any
+    ) -> None:
         environment = os.environ if python is None else environments.environment()
         commands, to_engine = os.pipe()
         from_engine, answers = os.pipe()
@@ -92,6 +98,8 @@ class Engine:
         os.close(answers)
         self._model = model
         try:
+            if not hasty:
+                self("wait_for_loads", least_s=_LOAD_S)
             self.restart(**arguments)
         except BaseException:
             self.close()

@@ -35,7 +35,7 @@ from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics  # noqa: E4
 from vllm.v1.request import Request  # noqa: E402
 
 from kvstore.errors import UnavailableError  # noqa: E402
-from kvstore_vllm import weights  # noqa: E402
+from kvstore_vllm import budget, weights  # noqa: E402
 from kvstore_vllm.connector import KVStoreConnector  # noqa: E402
 from kvstore_vllm.metrics import Figures  # noqa: E402
 
@@ -376,6 +376,10 @@ class Served:
         except UnavailableError:
             return False
         return True
+
+    def wait_for_loads(self, least_s: float) -> None:
+        """Changes the least time after which the connector gives up a load."""
+        budget._PATIENCE_LEAST_S = least_s
 
     def deadline(self, deadline_s: float) -> None:
         """Changes the deadline of transfers."""

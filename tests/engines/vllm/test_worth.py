@@ -47,7 +47,7 @@ def daemon(slow: Path) -> Iterator[ShimmedDaemon]:
 
 @pytest.fixture(scope="module")
 def engine(model: Path, daemon: ShimmedDaemon) -> Iterator[Engine]:
-    with Engine(model, **connector(daemon)) as made:
+    with Engine(model, hasty=True, **connector(daemon)) as made:
         yield made
 
 
