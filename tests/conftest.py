@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kvstore.lab.local_daemon import LocalDaemon
-from tests.programs import SKIP_NOTHING, Skipped, untested
+from tests.programs import Skipped, must_run, untested
 from tests.spawner import spawn
 
 # `make test` takes a quarter of the examples. `pytest --hypothesis-profile=explore` looks for what the same
@@ -25,7 +25,7 @@ _skipped = Skipped.of_environment()
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Iterator[None]:
     report = yield
-    if SKIP_NOTHING and report.skipped and not hasattr(report, "wasxfail"):
+    if report.skipped and must_run(report):
         report.outcome, report.longrepr = "failed", f"nothing may be skipped here: {report.longrepr[2]}"
     return report
 
