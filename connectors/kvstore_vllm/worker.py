@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvstore import Client, ExceptionBarrier, Layout, Namespace
+from kvstore.errors import DeniedError
 from kvstore_vllm.identity import in_epoch
 from kvstore_vllm.messages import Hint, Load, Part, Save, Step
 from kvstore_vllm.metrics import (
@@ -372,7 +373,11 @@ class WorkerHalf:
         outcome = Outcome()
         try:
             with self._guard("save"), _explained(outcome):
-                self._fill_store(saving, save, ends, outcome)
+                try:
+                    self._fill_store(saving, save, ends, outcome)
+                except DeniedError as error:
+                    self._recorder.warn("refused", f"the daemon refuses to store: {error}")
+                    raise
         finally:
             with self._guard("figures"):
                 self._recorder.time("save_seconds", time.perf_counter() - saving.began)

@@ -99,7 +99,7 @@ class Engine:
         self._model = model
         try:
             if not hasty:
-                self("wait_for_loads", least_s=_LOAD_S)
+                self("change", **{"kvstore_vllm.budget:_PATIENCE_LEAST_S": _LOAD_S})
             self.restart(**arguments)
         except BaseException:
             self.close()

@@ -7,6 +7,7 @@ commands it is stepped until it has nothing left to do, as vLLM's own loop does 
 from __future__ import annotations
 
 import gc
+import importlib
 import inspect
 import json
 import os
@@ -35,7 +36,7 @@ from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics  # noqa: E4
 from vllm.v1.request import Request  # noqa: E402
 
 from kvstore.errors import UnavailableError  # noqa: E402
-from kvstore_vllm import budget, weights  # noqa: E402
+from kvstore_vllm import weights  # noqa: E402
 from kvstore_vllm.connector import KVStoreConnector  # noqa: E402
 from kvstore_vllm.metrics import Figures  # noqa: E402
 
@@ -377,9 +378,12 @@ class Served:
             return False
         return True
 
-    def wait_for_loads(self, least_s: float) -> None:
-        """Changes the least time after which the connector gives up a load."""
-        budget._PATIENCE_LEAST_S = least_s
+    def change(self, **values: Any) -> None:
+        """Changes globals of modules, for all later engines of this process: `module:name` and value."""
+        for place, value in values.items():
+            module, name = place.split(":")
+            assert hasattr(importlib.import_module(module), name), place
+            setattr(importlib.import_module(module), name, value)
 
     def deadline(self, deadline_s: float) -> None:
         """Changes the deadline of transfers."""

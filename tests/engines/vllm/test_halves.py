@@ -422,6 +422,24 @@ def test_a_long_window_is_stored_whole(client: Client, layout: Layout, pages: Fa
     worker.close()
 
 
+def test_a_block_that_the_daemon_cannot_hold_is_said_once(
+    client: Client, layout: Layout, pages: FakePages, caplog: pytest.LogCaptureFixture
+) -> None:
+    large = replace(layout, block_bytes=8 << 20)
+    saves = [Save("r", 0, names(1), None, [1]), Save("s", 0, names(2), None, [2, 3])]
+    with Client(f"unix://{client.path}", deadline_s=10.0, strict=True) as strict:
+        guard = ExceptionBarrier(logging.getLogger("test"))
+        worker = WorkerHalf(strict, guard, [GroupMemory(pages, large)], NUM_BLOCKS)
+        worker.begin(Step(number=1))
+        with caplog.at_level(logging.WARNING, "vllm.kvstore"):
+            worker.save(Step(number=1, saves=saves))
+            eventually(lambda: worker.moved() == 1)
+        assert worker.counts()["save_blocks:refused"] == 3
+        worker.close()
+    [line] = caplog.messages
+    assert "a block of 8388608 bytes does not fit into an extent of 2097152 (raise dram.limit)" in line
+
+
 def test_a_load_reports_the_pages_without_bytes(client: Client, layout: Layout, worker: WorkerHalf) -> None:
     keys = names(4)
     store(client, layout, keys)

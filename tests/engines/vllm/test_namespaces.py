@@ -10,7 +10,9 @@ import pytest
 from kvstore.lab.local_daemon import LocalDaemon
 from tests.engines.vllm.engine import Engine, cached, connector, full_blocks, prompt, said
 from tests.engines.vllm.models import make_adapter, make_model
+from tests.engines.vllm.shapes import SHAPES
 
+LONG = prompt(507, 1100)
 DRAM_ONLY = {"dram": {"limit": "64MiB", "huge_pages": False}}
 
 
@@ -30,6 +32,13 @@ def other(folder: Path, own: LocalDaemon) -> Any:
     """An engine with a model of its own."""
     with Engine(folder, **connector(own)) as engine:
         yield engine
+
+
+@pytest.fixture(scope="module")
+def plain_answers(folder: Path) -> Any:
+    """What that model says to LONG without a store."""
+    with Engine(folder) as engine:
+        return said(engine.fresh([LONG]))
 
 
 def test_other_dtypes_block_sizes_and_revisions_find_nothing(own: LocalDaemon, other: Engine) -> None:
@@ -66,6 +75,57 @@ def test_weights_are_named_by_content(own: LocalDaemon, tmp_path: Path) -> None:
                 make_model(folder, seed=2)
                 with pytest.raises(RuntimeError, match=r"(?s)ConfigError.*was changed after the engine st"):
                     engine.restart(**connector(own))
+
+
+def test_another_version_of_vllm_finds_nothing(own: LocalDaemon, other: Engine) -> None:
+    asked, version, [hit] = [prompt(505, 300)], "vllm:__version__", [full_blocks(300)]
+    found = []
+    for says in ("0.0.1", "0.0.1", "0.0.2"):
+        with Engine(other._model) as engine:
+            engine("change", **{version: says})
+            engine.restart(**connector(own))
+            found += cached(engine.fresh(asked))
+    assert found == [0, hit, 0]
+
+
+def test_another_window_finds_nothing(own: LocalDaemon, tmp_path: Path) -> None:
+    """The same weights, whose groups of layers keep other parts of a prompt."""
+    SHAPES["interleaved windows"].save(tmp_path)
+    asked, hit = [prompt(506, 300)], [full_blocks(300)]
+    with Engine(tmp_path, **connector(own)) as engine:
+        assert [cached(engine.fresh(asked)) for _ in range(2)] == [[0], hit]
+        with engine.instead(hf_overrides={"sliding_window": 128}):
+            assert [cached(engine.fresh(asked)) for _ in range(2)] == [[0], hit]
+        assert cached(engine.fresh(asked)) == hit
+
+
+def test_a_daemon_that_cannot_hold_a_block_costs_only_hits(other: Engine, plain_answers: list[Any]) -> None:
+    """Blocks of 1,024 tokens are larger than an eighth of this tier."""
+    with (
+        LocalDaemon({"dram": {"limit": "16MiB", "huge_pages": False}}) as small,
+        other.instead(**connector(small, block_tokens=1024)),
+    ):
+        for _ in range(2):
+            answers = other.fresh([LONG])
+            assert (said(answers), cached(answers)) == (plain_answers, [0])
+        assert other("counts")["not saved"] == 2
+
+
+@pytest.mark.parametrize(("oldest", "newest", "served"), [(7, 7, True), (99, 99, False)])
+def test_a_daemon_of_another_version(
+    other: Engine, own: LocalDaemon, plain_answers: list[Any], oldest: int, newest: int, served: bool
+) -> None:
+    """Wire versions in common serve hits; without any, an engine is served without the store."""
+    wire = "kvstore.wire.messages"
+    with Engine(other._model) as engine:
+        engine("change", **{f"{wire}:OLDEST": oldest, f"{wire}:VERSION": newest})
+        engine.restart(**connector(own, weights_revision=f"wire {newest}"))
+        found = []
+        for _ in range(2):
+            answers = engine.fresh([LONG])
+            assert said(answers) == plain_answers
+            found += cached(answers)
+    assert found == [0, full_blocks(len(LONG)) if served else 0]
 
 
 def test_a_reset_of_the_connector_makes_blocks_misses(other: Engine) -> None:
