@@ -144,6 +144,19 @@ def store(client: Client, layout: Layout, keys: list[bytes]) -> None:
     assert client.namespace(layout).put(keys, [bytes(BLOCK_BYTES)] * len(keys)).stored == len(keys)
 
 
+def test_what_the_daemon_refuses_is_logged_once(
+    client: Client, layout: Layout, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Client(f"unix://{client.path}", deadline_s=10.0, strict=True) as strict:
+        made = half(strict, replace(layout, block_bytes=8 << 20))
+        with caplog.at_level(logging.WARNING, "vllm.kvstore"):
+            for number in range(3):
+                assert made.matched(FakeRequest(f"r{number}", names(4)), 0) == 0
+    [line] = caplog.messages
+    assert "nothing is cached, the daemon refuses" in line
+    assert "a block of 8388608 bytes does not fit into an extent of 2097152 (raise dram.limit)" in line
+
+
 def test_a_block_is_saved_only_after_the_output_of_its_step(client: Client, layout: Layout) -> None:
     made = half(client, layout)
     request = FakeRequest("r", names(4), blocks=[10, 11, 12, 13])
@@ -420,24 +433,6 @@ def test_a_long_window_is_stored_whole(client: Client, layout: Layout, pages: Fa
     assert client.namespace(windows).contains(keys).all()
     assert not guard.failures
     worker.close()
-
-
-def test_a_block_that_the_daemon_cannot_hold_is_said_once(
-    client: Client, layout: Layout, pages: FakePages, caplog: pytest.LogCaptureFixture
-) -> None:
-    large = replace(layout, block_bytes=8 << 20)
-    saves = [Save("r", 0, names(1), None, [1]), Save("s", 0, names(2), None, [2, 3])]
-    with Client(f"unix://{client.path}", deadline_s=10.0, strict=True) as strict:
-        guard = ExceptionBarrier(logging.getLogger("test"))
-        worker = WorkerHalf(strict, guard, [GroupMemory(pages, large)], NUM_BLOCKS)
-        worker.begin(Step(number=1))
-        with caplog.at_level(logging.WARNING, "vllm.kvstore"):
-            worker.save(Step(number=1, saves=saves))
-            eventually(lambda: worker.moved() == 1)
-        assert worker.counts()["save_blocks:refused"] == 3
-        worker.close()
-    [line] = caplog.messages
-    assert "a block of 8388608 bytes does not fit into an extent of 2097152 (raise dram.limit)" in line
 
 
 def test_a_load_reports_the_pages_without_bytes(client: Client, layout: Layout, worker: WorkerHalf) -> None:
