@@ -3,6 +3,7 @@
 from kvstore import errors
 from kvstore.client.aio import AsyncClient, AsyncNamespace
 from kvstore.client.barrier import ExceptionBarrier
+from kvstore.client.calls.writes import Put
 from kvstore.client.estimates import Estimate, StoredPrefix
 from kvstore.client.gpu import DeviceLease, DeviceReservation
 from kvstore.client.leases import Lease, PutResult, Reservation
@@ -35,6 +36,7 @@ __all__ = [
     "Namespace",
     "PagedLayer",
     "PagedMemory",
+    "Put",
     "PutResult",
     "Reservation",
     "StoredPrefix",

@@ -84,6 +84,10 @@ class Tenants:
         """Returns the blocks of a scope with this layout."""
         return self.opened(scope, epoch, layout, lambda client: namespace(client, scope, epoch, layout))
 
+    def client(self, scope: Scope) -> Client:
+        """Returns the client of a scope. Raises RefusedError for a token that the daemon refuses."""
+        return self._tenant(scope.token).client
+
     def check(self, scope: Scope, error: Exception) -> None:
         """Takes the error of a call of the scope's client. Raises RefusedError if its token is refused."""
         if not isinstance(error.__cause__, RemoteProtocolError):

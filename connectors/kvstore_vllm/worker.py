@@ -11,10 +11,10 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvstore import Client, ExceptionBarrier, Layout, Namespace
+from kvstore import Client, ExceptionBarrier, Layout, Namespace, Put, PutResult, Reservation
 from kvstore_vllm.identity import in_epoch
 from kvstore_vllm.messages import Hint, Load, Part, Save, Step
 from kvstore_vllm.metrics import (
@@ -43,7 +43,7 @@ _WAIT_SHARE = 0.8
 _SAVES = 1024
 """Queued saves; more are dropped."""
 _SAVE_BLOCKS = 64
-"""Blocks per reservation: the most that a reset discards."""
+"""Blocks that are reserved at once: the most that a reset discards."""
 IDLE_S = 0.002
 """The time that an idle step waits for a transfer, in seconds."""
 
@@ -68,6 +68,22 @@ class _Transfer:
     revoked: bool = False
     running: bool = False
     copying: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Saving:
+    """A save, and what became of its blocks before number `at`. The next one is behind `parent`.
+
+    `given_up`: its pages could not be copied. `ended`: it stores no more.
+    """
+
+    transfer: _Transfer
+    save: Save
+    parent: bytes | None
+    outcome: Outcome = field(default_factory=Outcome)
+    at: int = 0
+    given_up: bool = False
+    ended: bool = False
 
 
 @dataclass(slots=True)
@@ -195,6 +211,7 @@ class WorkerHalf:
     def save(self, step: Step) -> None:
         """Starts the saves and hints of the step."""
         ends = time.monotonic() + self._client.deadline_s
+        savings = list[_Saving]()
         for save in step.saves if self._saves else ():
             saving = _Transfer(save.request_id, step.epoch, step.number, time.perf_counter(), save.scope)
             with self._changed:
@@ -204,7 +221,11 @@ class WorkerHalf:
             if dropped:
                 self._record_save(save, Outcome(why=DROPPED))
                 continue
-            self._saver.submit(self._save, saving, save, ends)
+            savings.append(_Saving(saving, save, save.parent))
+        # Blocks that belong to a chain need its blocks in the store, or on their way.
+        for some in ([s for s in savings if s.save.chain is None], [s for s in savings if s.save.chain]):
+            for scope in dict.fromkeys(s.save.scope for s in some):
+                self._saver.submit(self._save, [s for s in some if s.save.scope == scope], ends)
         for hint in step.hints if self._saves else ():
             hinting = _Transfer(hint.request_id, step.epoch, step.number, time.perf_counter(), hint.scope)
             with self._changed:
@@ -368,54 +389,96 @@ class WorkerHalf:
             if not waits or done in (first, len(part.keys)):
                 return
 
-    def _save(self, saving: _Transfer, save: Save, ends: float) -> None:
-        outcome = Outcome()
+    def _save(self, savings: list[_Saving], ends: float) -> None:
+        """Stores the leading blocks of saves of one scope."""
         try:
-            with self._guard("save"), _explained(outcome):
-                self._fill_store(saving, save, ends, outcome)
+            with self._guard("save"):
+                left = savings
+                while left:
+                    self._save_some(left, ends)
+                    left = [saving for saving in left if not saving.ended]
         finally:
-            with self._guard("figures"):
-                self._recorder.time("save_seconds", time.perf_counter() - saving.began)
-                self._record_save(save, outcome)
+            for saving in savings:
+                with self._guard("figures"):
+                    self._recorder.time("save_seconds", time.perf_counter() - saving.transfer.began)
+                    self._record_save(saving.save, saving.outcome)
             with self._changed:
-                self._saving.discard(saving)
+                self._saving.difference_update(saving.transfer for saving in savings)
                 self._changed.notify_all()
 
     def _record_save(self, save: Save, outcome: Outcome) -> None:
         block_bytes = self._groups[save.group].layout.block_bytes
         self._recorder.saved(save.request_id, save.group, len(save.keys), block_bytes, outcome)
 
-    def _fill_store(self, saving: _Transfer, save: Save, ends: float, outcome: Outcome) -> None:
-        """Stores the leading blocks of a save. Raises UNANSWERED."""
-        group, parent = self._groups[save.group], save.parent
-        namespace, per_key, pages = self._open(saving, group, save.block_ids), group.per_key, group.pages
-        chains = self._open(saving, self._full, ())
-        if namespace is None or chains is None:
-            outcome.why = CANCELLED
+    def _save_some(self, savings: Sequence[_Saving], ends: float) -> None:
+        """Stores the next `_SAVE_BLOCKS` blocks of saves. Those that store no more have ended then."""
+        puts, room = list[tuple[_Saving, Put]](), _SAVE_BLOCKS
+        for saving in savings:
+            if room:
+                saving.ended = True  # unless its blocks get stored
+                with self._guard("save"), _explained(saving.outcome):
+                    put = self._put_of(saving, room)
+                    if put is not None:
+                        puts.append((saving, put))
+                        room -= len(put.keys)
+        if not puts:
             return
+        outcome = Outcome()
+        with self._guard("save"), _explained(outcome):
+            client = self._tenants.client(puts[0][0].save.scope)
+            results = client.put([put for _, put in puts], _left_s(ends))
+            for (saving, put), result in zip(puts, results, strict=True):
+                self._put_ended(saving, put, result)
+            return
+        for saving, _ in puts:
+            saving.outcome.why = outcome.why
+
+    def _put_of(self, saving: _Saving, most: int) -> Put | None:
+        """Returns the put of the next blocks of a save; None if it is cancelled. Raises UNANSWERED."""
+        save, start = saving.save, saving.at
+        group = self._groups[save.group]
+        namespace = self._open(saving.transfer, group, save.block_ids)
+        chains = self._open(saving.transfer, self._full, ())
+        if namespace is None or chains is None:
+            saving.outcome.why = CANCELLED
+            return None
+        keys, tokens, size = save.keys[start : start + most], save.tokens, group.layout.block_tokens
+        if tokens is not None:
+            tokens = tokens[start * size : (start + len(keys)) * size]
         chain = None if save.chain is None else (chains, save.chain)
-        for start in range(0, len(save.keys), _SAVE_BLOCKS):
-            keys = save.keys[start : start + _SAVE_BLOCKS]
-            left_s = _left_s(ends)
-            tokens, size = save.tokens, group.layout.block_tokens
-            if tokens is not None:
-                tokens = tokens[start * size : (start + len(keys)) * size]
-            with namespace.reserve(keys, parent, left_s, pages.device, tokens, chain) as reservation:
-                firsts = [(start + at) * per_key for at in reservation.wanted]
-                ids = [save.block_ids[first : first + per_key] for first in firsts]
-                for slot in range(0, len(ids), pages.at_once):
-                    with self._copying(saving) as allowed:
-                        if not allowed:
-                            outcome.why = CANCELLED
-                            return
-                        pages.save(reservation, slot, ids[slot : slot + pages.at_once])
-                result = reservation.commit()
-            outcome.good += result.stored + result.present
-            outcome.present += result.present
-            if result.denied:
-                outcome.why = REFUSED
-                break  # its children would be denied too
-            parent = None if group.layout.independent else keys[-1]
+
+        def fill(reservation: Reservation) -> bool:
+            saving.given_up = True
+            with self._guard("save"), _explained(saving.outcome):
+                saving.given_up = not self._fill(saving, group, start, reservation)
+            return not saving.given_up
+
+        return Put(namespace, keys, fill, saving.parent, group.pages.device, tokens, chain)
+
+    def _fill(self, saving: _Saving, group: GroupMemory, start: int, reservation: Reservation) -> bool:
+        """Copies pages into the slots of blocks from `start` on. Returns False if the save is cancelled."""
+        pages, per_key, block_ids = group.pages, group.per_key, saving.save.block_ids
+        firsts = [(start + at) * per_key for at in reservation.wanted]
+        ids = [block_ids[first : first + per_key] for first in firsts]
+        for slot in range(0, len(ids), pages.at_once):
+            with self._copying(saving.transfer) as allowed:
+                if not allowed:
+                    saving.outcome.why = CANCELLED
+                    return False
+                pages.save(reservation, slot, ids[slot : slot + pages.at_once])
+        return True
+
+    def _put_ended(self, saving: _Saving, put: Put, result: PutResult) -> None:
+        """Takes what became of a put. Behind a block that is not stored, its children would be denied too."""
+        saving.outcome.good += result.stored + result.present
+        saving.outcome.present += result.present
+        if result.denied:
+            if not saving.given_up:
+                saving.outcome.why = REFUSED
+            return
+        saving.at += len(put.keys)
+        saving.parent = None if self._groups[saving.save.group].layout.independent else put.keys[-1]
+        saving.ended = saving.at == len(saving.save.keys)
 
     def _hint(self, hinting: _Transfer, hint: Hint) -> None:
         pinned = 0

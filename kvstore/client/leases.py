@@ -232,8 +232,10 @@ class Lease(_Grant):
 
 
 NO_ANSWER, INVALIDATED = "the daemon did not answer", "invalidated while it was written"
+GIVEN_UP = "its caller has not filled it"
 DENIALS = {
     NO_ANSWER: "The deadline passed. Raise `deadline_s`, or see `kvstore status` for the load of the daemon.",
+    GIVEN_UP: "The `fill` of a put among several returned False.",
     INVALIDATED: "A client invalidated the block, or its namespace was deleted, before the commit.",
 }
 """Reasons of the client in `PutResult.why`, with their meanings. `core.actions` has those of the daemon."""

@@ -12,10 +12,11 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvstore import AsyncClient, AsyncNamespace, Client
+from kvstore import AsyncClient, AsyncNamespace, Client, Put
 from kvstore.client import aio, sync
 from kvstore.client.extents import Maps
 from kvstore.client.leases import Reservation
@@ -97,6 +98,8 @@ def _unwrapped(value: Any) -> Any:
         return type(value)(_unwrapped(each) for each in value)
     if isinstance(value, dict):
         return {name: _unwrapped(each) for name, each in value.items()}
+    if isinstance(value, Put):
+        return replace(value, namespace=_unwrapped(value.namespace), chain=_unwrapped(value.chain))
     return value._inner if isinstance(value, _Blocking) else value
 
 

@@ -16,6 +16,7 @@ from kvstore.client.calls import namespace, reads, scope, writes
 from kvstore.client.calls.call import Connect, Exchange, Flow, Work
 from kvstore.client.calls.presence import PRESENCE_SINCE
 from kvstore.client.calls.scope import Chain, Scope
+from kvstore.client.calls.writes import Wanted
 from kvstore.client.extents import Maps
 from kvstore.client.protocol import ProtocolState
 from kvstore.errors import DeniedError, RemoteProtocolError
@@ -84,7 +85,7 @@ def test_busy_is_a_refusal_with_a_retry_time() -> None:
     for make in (
         lambda e: reads.lookup(e, space, keys),
         lambda e: reads.acquire(e, space, chain),
-        lambda e: writes.put(e, space, chain, payloads(keys), None),
+        lambda e: writes.put(e, Wanted(space, chain), payloads(keys)),
         lambda e: scope.count(e, space, m.Prefetch, chain),
         lambda e: namespace.publish(e, space, ["a"]),
         lambda e: namespace.forget(e, space),
@@ -99,7 +100,7 @@ def test_a_put_refused_after_its_first_batch_counts_stored_blocks() -> None:
     keys, there = names(40), bytes([writes.PRESENT]) * 16
     reserved = m.Reserved(1, 0, BLOCK, b"", there, "")
     sent, result = answered(
-        lambda e: writes.put(e, Scope(LAYOUT), Chain(keys), payloads(keys), None),
+        lambda e: writes.put(e, Wanted(Scope(LAYOUT), Chain(keys)), payloads(keys)),
         OPENED,
         reserved,
         m.Busy(2, 1.0, "busy"),
@@ -111,7 +112,7 @@ def test_a_put_refused_after_its_first_batch_counts_stored_blocks() -> None:
 def test_the_keys_of_a_put_are_sent_in_batches() -> None:
     keys, there = names(40), bytes([writes.PRESENT])
     sent, result = answered(
-        lambda e: writes.put(e, Scope(LAYOUT), Chain(keys), payloads(keys), None),
+        lambda e: writes.put(e, Wanted(Scope(LAYOUT), Chain(keys)), payloads(keys)),
         OPENED,
         *(m.Reserved(1, 0, BLOCK, b"", there * n, "") for n in (16, 16, 8)),
     )
@@ -124,6 +125,17 @@ def test_a_refused_commit_aborts_its_reservation() -> None:
         sent, error = answered(lambda e: writes.commit(e, 9, bytes(8), PutResult()), refusal)
         assert sent == [m.Commit(0, 9, bytes(8), b"\1"), m.Abort(9)]
         assert isinstance(error, DeniedError)
+
+
+def test_several_puts_are_asked_side_by_side() -> None:
+    """One round trip reserves, and one opens their namespace before; a refused one has its reason."""
+    there = m.Reserved(1, 0, BLOCK, b"", bytes([writes.PRESENT]) * 2, "")
+    puts = [(Wanted(Scope(LAYOUT), Chain(names(2, str(i)))), lambda _: True) for i in range(3)]
+    sent, results = answered(
+        lambda e: writes.put_each(e, puts), [OPENED] * 3, [there, m.Denied(2, "no", "try"), there]
+    )
+    assert [len(step.messages) for step in sent] == [3, 3]
+    assert results == [PutResult(present=2), PutResult(denied=2, why="no (try)"), PutResult(present=2)]
 
 
 @pytest.mark.skipif(native.presence is None, reason="the C extension was not built")

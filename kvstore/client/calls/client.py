@@ -12,8 +12,17 @@ from kvstore.client.calls.call import Call, Exchange, Flow, R, call
 from kvstore.client.calls.presence import contains_each
 from kvstore.client.calls.reads import LookedUp, check_sample, lookup_all
 from kvstore.client.calls.scope import Chain, Scoped, checked, scope_of, value_of
-from kvstore.client.checks import check_deadline, check_estimate, check_names, check_owner, recompute_s
+from kvstore.client.calls.writes import Put, put_each, wanted_of
+from kvstore.client.checks import (
+    check_deadline,
+    check_device,
+    check_estimate,
+    check_names,
+    check_owner,
+    recompute_s,
+)
 from kvstore.client.estimates import Estimate, StoredPrefix
+from kvstore.client.leases import NO_ANSWER, PutResult
 from kvstore.types import EXPLAIN_KEYS, Key, check_tenant
 from kvstore.wire import messages as m
 
@@ -62,6 +71,35 @@ class ClientCalls:
             return [StoredPrefix() for _ in asked], [np.zeros(len(chain), np.bool_) for _, chain in also]
 
         return Call(lambda exchange: lookup_all(exchange, asked, also, self.strict), deadline_s, miss)
+
+    @call
+    def put(self, puts: Sequence[Put], deadline_s: float | None = None) -> Call[list[PutResult]]:
+        """Stores the blocks of several puts in two round trips, whatever their number. See `Put`.
+
+        Slots of all are reserved before the first are filled: no block may need one of another put as its
+        parent or chain. Each put is one reservation; keys beyond its limit count as denied. A put that the
+        daemon refuses is denied in its result, which says why; the others are stored. An exception of a
+        `fill` is raised, and no put is stored. The time of the fills does not count towards `deadline_s`.
+        """
+        asked = [
+            (
+                wanted_of(
+                    _own(put.namespace, self),
+                    put.keys,
+                    put.parent,
+                    check_device(put.device),
+                    put.tokens,
+                    put.chain,
+                ),
+                put.fill,
+            )
+            for put in puts
+        ]
+
+        def miss() -> list[PutResult]:
+            return [PutResult(denied=len(put.keys), why=NO_ANSWER) for put in puts]
+
+        return Call(lambda exchange: put_each(exchange, asked), deadline_s, miss)
 
     @call
     def contains(
@@ -131,6 +169,12 @@ class ClientCalls:
     def ping(self) -> Call[None]:
         """Makes an empty round trip. Raises UnavailableError if the daemon does not answer."""
         return Call(ask(m.Ping(0), lambda _: None))
+
+
+def _own(namespace: Scoped, client: object) -> Scoped:
+    """Returns a namespace. Raises MisuseError if it is not one of this client."""
+    scope_of(namespace, client)
+    return namespace
 
 
 def ask(message: Any, result: Callable[[Any], R]) -> Callable[[Exchange], Flow[R]]:

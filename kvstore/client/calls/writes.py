@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from kvstore.client.calls.call import Call, Exchange, Flow, Work, call, returns
+from kvstore.client.calls.call import Call, Exchange, Flow, R, Work, call, returns, side_by_side
 from kvstore.client.calls.scope import (
     Chain,
     Scope,
@@ -19,7 +21,7 @@ from kvstore.client.calls.scope import (
 )
 from kvstore.client.checks import check_blocks, check_chain, check_device, check_parent, check_token_ids
 from kvstore.client.gpu import DeviceReservation
-from kvstore.client.leases import INVALIDATED, NO_ANSWER, PutResult, Reservation
+from kvstore.client.leases import GIVEN_UP, INVALIDATED, NO_ANSWER, PutResult, Reservation
 from kvstore.client.parts import Buffer
 from kvstore.client.slots import Slots
 from kvstore.cuda.device import Gpu
@@ -31,6 +33,44 @@ GRANTED, PRESENT, PENDING = 0, 1, 2
 
 Block = tuple[Scope, Key]
 """A block, by its namespace and key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """One of several puts of a client. `fill` fills a Reservation and returns whether it has.
+
+    It need not commit, and runs in another thread with an asyncio client. Returns it False, then the blocks
+    are not stored, and count as denied. The other fields are the arguments of `reserve`.
+    """
+
+    namespace: Scoped
+    keys: Sequence[Key]
+    fill: Callable[[Reservation], bool]
+    parent: Key | None = None
+    device: int | str | None = None
+    tokens: Any = None
+    chain: tuple[Scoped, Key] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Blocks that need slots. `tokens`: of all keys, or empty. `of`: the block of a chain they belong to.
+
+    `gpu`: where their bytes are, None: on the host.
+    """
+
+    scope: Scope
+    chain: Chain
+    parent: Key | None = None
+    gpu: Gpu | None = None
+    tokens: bytes = b""
+    of: Block | None = None
+
+    def part(self, start: int, count: int, parent: Key | None) -> Wanted:
+        """Returns at most `count` blocks from `start` on, behind `parent`."""
+        size = 4 * self.scope.layout.block_tokens
+        tokens = self.tokens[start * size : (start + count) * size]
+        return replace(self, chain=self.chain.part(start, count), parent=parent, tokens=tokens)
 
 
 class WriteCalls(Scoped):
@@ -59,16 +99,11 @@ class WriteCalls(Scoped):
         like that block; they are denied if it is not stored, so store the chain first. None: each block
         stands for itself. Daemons before version 11 of the wire ignore it.
         """
-        part = Chain(keys)
-        check_parent(parent, self.layout)
-        of = self._chain_of(chain)
-        token_ids = check_token_ids(tokens, keys, self.layout)
         views, gpu = check_blocks(keys, blocks, self.layout.block_bytes)
-
-        def flow(exchange: Exchange) -> Flow[PutResult]:
-            return put(exchange, self._scope, part, views, parent, gpu, token_ids, of)
-
-        return Call(flow, deadline_s, lambda: PutResult(denied=len(keys)))
+        wanted = wanted_of(self, keys, parent, gpu, tokens, chain)
+        return Call(
+            lambda exchange: put(exchange, wanted, views), deadline_s, lambda: PutResult(denied=len(keys))
+        )
 
     @call
     def reserve(
@@ -85,14 +120,8 @@ class WriteCalls(Scoped):
         With `device` the result is a `DeviceReservation`, filled from that GPU and stored in the daemon's
         pool on the GPU if possible. `tokens`, `chain`: see put. The `commit` of an asyncio client is awaited.
         """
-        part = Chain(keys)
-        check_parent(parent, self.layout)
-        of = self._chain_of(chain)
-        token_ids = check_token_ids(tokens, keys, self.layout)
         gpu = check_device(device)
-
-        def flow(exchange: Exchange) -> Flow[Reservation]:
-            return reserve(exchange, self._scope, part, parent, gpu=gpu, tokens=token_ids, of=of)
+        wanted = wanted_of(self, keys, parent, gpu, tokens, chain)
 
         def miss() -> Reservation:
             lost = PutResult(denied=len(keys), why=NO_ANSWER)
@@ -101,7 +130,7 @@ class WriteCalls(Scoped):
                 Slots.none(self.layout.block_bytes), lost, lambda _: self._client.answer(lost), gpu=gpu
             )
 
-        return Call(flow, deadline_s, miss)
+        return Call(lambda exchange: reserve(exchange, wanted), deadline_s, miss)
 
     @call
     def handoff(self, keys: Sequence[Key], deadline_s: float | None = None) -> Call[int]:
@@ -113,32 +142,33 @@ class WriteCalls(Scoped):
         chain = Chain(keys)
         return Call(lambda exchange: hand_off(exchange, self._scope, chain), deadline_s, int)
 
-    def _chain_of(self, chain: tuple[Scoped, Key] | None) -> Block | None:
-        """Returns the block of a chain that blocks belong to. Raises MisuseError."""
-        if chain is None:
-            return None
-        scope = scope_of(chain[0], self._client)
-        check_chain((scope.layout, chain[1]), self.layout)
-        return scope, chain[1]
 
-
-def put(
-    exchange: Exchange,
-    scope: Scope,
-    chain: Chain,
-    views: Sequence[Buffer],
+def wanted_of(
+    namespace: Scoped,
+    keys: Sequence[Key],
     parent: Key | None,
-    gpu: Gpu | None = None,
-    tokens: bytes = b"",
-    of: Block | None = None,
-) -> Flow[PutResult]:
-    """Stores the blocks that are not stored yet. `views`: all on the host, or all on `gpu`."""
-    total = PutResult()
-    batch, block_tokens = exchange.protocol.reserve_keys, 4 * scope.layout.block_tokens
-    for at in range(0, len(chain), batch):
-        part, some = chain.part(at, batch), tokens[at * block_tokens : (at + batch) * block_tokens]
+    gpu: Gpu | None,
+    tokens: Any,
+    chain: tuple[Scoped, Key] | None,
+) -> Wanted:
+    """Returns the blocks of a put or reserve. Raises MisuseError."""
+    layout, of = namespace.layout, None
+    part = Chain(keys)
+    check_parent(parent, layout)
+    if chain is not None:
+        of = scope_of(chain[0], namespace._client), chain[1]
+        check_chain((of[0].layout, chain[1]), layout)
+    return Wanted(namespace._scope, part, parent, gpu, check_token_ids(tokens, keys, layout), of)
+
+
+def put(exchange: Exchange, wanted: Wanted, views: Sequence[Buffer]) -> Flow[PutResult]:
+    """Stores the blocks that are not stored yet. `views`: all on the host, or all on their GPU."""
+    total, n, batch = PutResult(), len(wanted.chain), exchange.protocol.reserve_keys
+    parent = wanted.parent
+    for at in range(0, n, batch):
+        part = wanted.part(at, batch, parent)
         try:
-            reservation = yield from reserve(exchange, scope, part, parent, False, gpu, some, of)
+            reservation = yield from reserve(exchange, part, keep=False)
             result = reservation.result
             if len(reservation):
                 result = yield from _fill_and_commit(exchange, reservation, views[at : at + batch])
@@ -146,14 +176,14 @@ def put(
             # Blocks stored so far stay stored. Only a result can report them, an exception cannot.
             if not at:
                 raise
-            total.denied += len(chain) - at
+            total.denied += n - at
             total.why = total.why or error.message
             break
         total.stored += result.stored
         total.present += result.present
         total.denied += result.denied
         total.why = total.why or result.why
-        parent = None if scope.layout.independent else part.keys[-1]
+        parent = None if wanted.scope.layout.independent else part.chain.keys[-1]
     return total
 
 
@@ -174,40 +204,96 @@ def _fill(reservation: Reservation, views: Sequence[Buffer]) -> bytes:
     return reservation.checksums()
 
 
-def reserve(
-    exchange: Exchange,
-    scope: Scope,
-    chain: Chain,
-    parent: Key | None,
-    keep: bool = True,
-    gpu: Gpu | None = None,
-    tokens: bytes = b"",
-    of: Block | None = None,
-) -> Flow[Reservation]:
+def put_each(
+    exchange: Exchange, puts: Sequence[tuple[Wanted, Callable[[Reservation], bool]]]
+) -> Flow[list[PutResult]]:
+    """Reserves slots for all puts, fills them, and commits all: side by side. See `Put`.
+
+    A put that the daemon refuses is denied, with the reason.
+    """
+    answers = yield from side_by_side([_settled(_ask(exchange, wanted)) for wanted, _ in puts])
+    results, filled = list[PutResult](), list[tuple[int, bytes, PutResult]]()
+    began_s = time.monotonic()
+    try:
+        for (wanted, fill), answer in zip(puts, answers, strict=True):
+            if isinstance(answer, DeniedError):
+                results.append(PutResult(denied=len(wanted.chain), why=str(answer)))
+                continue
+            reservation = yield from _reserved(exchange, wanted, answer, keep=False)
+            result = reservation.result
+            results.append(result)
+            if not len(reservation):
+                continue
+            checksums = yield Work(partial(_filled_by, fill, reservation))
+            if checksums is None:
+                exchange.post(m.Abort(reservation.lease))
+                result.denied += len(reservation)
+                result.why = result.why or GIVEN_UP
+            else:
+                filled.append((reservation.lease, checksums, result))
+    except BaseException:
+        for answer in answers:
+            if isinstance(answer, m.Reserved) and answer.lease:
+                exchange.post(m.Abort(answer.lease))
+        raise
+    exchange.ends_s += time.monotonic() - began_s
+    ends = yield from side_by_side([_settled(commit(exchange, *each)) for each in filled])
+    for (_, checksums, result), end in zip(filled, ends, strict=True):
+        if isinstance(end, DeniedError):
+            result.denied += len(checksums) // 8
+            result.why = result.why or str(end)
+    return results
+
+
+def _filled_by(fill: Callable[[Reservation], bool], reservation: Reservation) -> bytes | None:
+    """Returns the checksums of the slots, None if `fill` has not filled them."""
+    return reservation.checksums() if fill(reservation) else None
+
+
+def _settled(flow: Flow[R]) -> Flow[R | DeniedError]:
+    """Runs a flow. Returns the refusal if the daemon refuses."""
+    try:
+        return (yield from flow)
+    except DeniedError as error:
+        return error
+
+
+def reserve(exchange: Exchange, wanted: Wanted, keep: bool = True) -> Flow[Reservation]:
     """Reserves slots for the keys that are not stored yet. `keep`: the reservation keeps the connection.
 
-    Keys beyond the limit of one reservation count as denied. With `gpu` the result is a `DeviceReservation`.
-    `tokens`: of all keys, or empty. `of`: the block of a chain that the blocks belong to.
+    Keys beyond the limit of one reservation count as denied. With a GPU the result is a `DeviceReservation`.
     """
+    answer = yield from _ask(exchange, wanted)
+    return (yield from _reserved(exchange, wanted, answer, keep))
+
+
+def _ask(exchange: Exchange, wanted: Wanted) -> Flow[m.Reserved]:
+    """Asks for slots, for as many keys as one reservation has; returns the answer."""
     protocol = exchange.protocol
-    beyond = max(0, len(chain) - protocol.reserve_keys)
-    tokens = tokens[: 4 * scope.layout.block_tokens * protocol.reserve_keys]
-    chain = chain.part(0, protocol.reserve_keys)
+    some, of = wanted.part(0, protocol.reserve_keys, wanted.parent), wanted.of
+    scope, chain = some.scope, some.chain
     scope.prompts.end_by_store(scope.name, chain.keys)
     # Blocks are stored without token ids if these would not fit into a frame.
-    tokens = tokens if len(tokens) <= protocol.frame_bytes // 2 else b""
-    namespace, fingerprint = yield from open_namespace(exchange, scope)
+    tokens = some.tokens if len(some.tokens) <= protocol.frame_bytes // 2 else b""
+    namespace, _ = yield from open_namespace(exchange, scope)
     above, above_key = (0, b"") if of is None else ((yield from open_namespace(exchange, of[0]))[0], of[1])
-    device, left_s = protocol.maps.pool_of(gpu), exchange.left_s()
-    size, joined, before = chain.key_bytes, chain.joined, parent or b""
-    answer = checked(
+    device, left_s = protocol.maps.pool_of(some.gpu), exchange.left_s()
+    size, joined, before = chain.key_bytes, chain.joined, some.parent or b""
+    answer: m.Reserved = checked(
         (yield m.Reserve(0, namespace, size, joined, before, left_s, device, tokens, above, bytes(above_key)))
     )
+    return answer
+
+
+def _reserved(exchange: Exchange, wanted: Wanted, answer: m.Reserved, keep: bool) -> Flow[Reservation]:
+    """Returns the reservation of an answer, with its slots mapped."""
+    gpu, scope = wanted.gpu, wanted.scope
     status, number = answer.status, answer.lease
-    wanted = [i for i, each in enumerate(status) if each == GRANTED]
+    chain, beyond = wanted.chain.part(0, len(status)), len(wanted.chain) - len(status)
+    granted = [i for i, each in enumerate(status) if each == GRANTED]
     present = status.count(PRESENT) + status.count(PENDING)
     why = answer.why or (f"at most {len(chain)} blocks in one reservation" if beyond else "")
-    result = PutResult(0, present, len(status) - len(wanted) - present + beyond, why)
+    result = PutResult(0, present, len(status) - len(granted) - present + beyond, why)
 
     def end() -> None:
         if number:
@@ -218,8 +304,8 @@ def reserve(
         slots = yield from map_slots(exchange, answer, scope.layout, writable=True)
     except Exception as error:
         exchange.post(m.Abort(number))
-        if isinstance(error, DeniedError | TierError) and protocol.maps.leave_pool(gpu, error):
-            return (yield from reserve(exchange, scope, chain, parent, keep, gpu, tokens, of))
+        if isinstance(error, DeniedError | TierError) and exchange.protocol.maps.leave_pool(gpu, error):
+            return (yield from reserve(exchange, wanted, keep))
         raise
 
     exchange.kept = keep and bool(number)
@@ -230,8 +316,9 @@ def reserve(
         lost = PutResult(0, present, len(status) - present, NO_ANSWER)
         return exchange.resume(commit(exchange, number, checksums, result), lost)
 
+    _, fingerprint = yield from open_namespace(exchange, scope)
     kind = Reservation if gpu is None else DeviceReservation
-    return kind(slots, result, finish, chain.keys, fingerprint, wanted, end, number, gpu)
+    return kind(slots, result, finish, chain.keys, fingerprint, granted, end, number, gpu)
 
 
 def commit(exchange: Exchange, number: int, checksums: bytes, result: PutResult) -> Flow[PutResult]:
