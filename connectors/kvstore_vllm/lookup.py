@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from kvstore import Client, Layout, StoredPrefix
 from kvstore.errors import DeniedError, UnavailableError
 from kvstore_vllm.budget import estimates
 from kvstore_vllm.groups import Found, Group, PrefixFinder, in_parts
+from kvstore_vllm.metrics import UNANSWERED
 from kvstore_vllm.options import OWN, Scope
 from kvstore_vllm.prefill_rate import PrefillRate
 from kvstore_vllm.tenants import Tenants, namespace
@@ -73,11 +75,33 @@ class Lookup:
         refuses.
         """
         keys = [group.keys(request.block_hashes, salt) for group in self._groups]
-        stored, worth = self._stored(keys, first, computed_tokens)
+        alone = len(self._groups) == 1
+        stored, worth = self._stored(keys, first and alone, computed_tokens)
         found = self._longest(request, stored, request.num_tokens - 1)
+        if first and not alone:
+            self._count(keys, found.tokens, computed_tokens)
         tokens = found.tokens if worth >= found.tokens else self._longest(request, stored, worth).tokens
         unworthy = max(0, found.tokens - max(tokens, computed_tokens))
         return replace(found, tokens=tokens, unworthy_tokens=unworthy)
+
+    def _count(self, keys: list[list[bytes]], tokens: int, computed_tokens: int) -> None:
+        """Counts a prompt in the daemon's hit ratio. Of several groups, `tokens` that all have are found."""
+        for group in self._full[:1] if self._namespaces else ():
+            chain, n = keys[group.number], tokens // group.block_tokens
+            with suppress(*UNANSWERED):
+                self._client.lookup(
+                    [
+                        (shard[group.number], chain[:n], len(chain), estimate[group.number])
+                        for shard, estimate in self._estimated(computed_tokens, tokens)
+                    ],
+                    deadline_s=self._deadline_s,
+                )
+
+    def _estimated(self, computed_tokens: int, tokens: int) -> Iterable[tuple[list[Any], list[Any]]]:
+        """Returns the namespaces of each worker's groups, and what a lookup says of loading these tokens."""
+        compute_s, load_s = self._rate.seconds(computed_tokens, tokens), self._client.deadline_s
+        made = estimates(compute_s, self._groups, self._layouts, computed_tokens, tokens, load_s)
+        return zip(self._namespaces, made, strict=True)
 
     def _longest(self, request: Any, stored: list[set[int]], most: int) -> Found:
         """Returns the longest stored prefix of at most `most` tokens."""
@@ -112,17 +136,14 @@ class Lookup:
         """Returns what every worker can load: the prefixes of groups of full attention, and which blocks of
         the others. One round trip for all groups and workers.
         """
-        # Every shard counts the prompt, so that the hit ratio is that of one shard; in one group.
+        # Every shard counts the prompt, so that the hit ratio is that of one shard.
         prompt = {group.number: len(keys[group.number]) for group in self._full[:1] if first}
         if not self._namespaces:
             return [StoredPrefix() for _ in self._full], [np.empty(0, np.bool_) for _ in self._others]
-        compute_s = self._rate.seconds(computed_tokens, tokens)
-        load_s = self._client.deadline_s
-        estimated = estimates(compute_s, self._groups, self._layouts, computed_tokens, tokens, load_s)
         prefixes, masks = self._client.lookup(
             [
                 (shard[n], keys[n], prompt.get(n, 0), estimate[n])
-                for shard, estimate in zip(self._namespaces, estimated, strict=True)
+                for shard, estimate in self._estimated(computed_tokens, tokens)
                 for n in (group.number for group in self._full)
             ],
             [

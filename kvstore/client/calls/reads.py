@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvstore.client.calls import direct_reads
 from kvstore.client.calls.call import Call, Exchange, Flow, R, Work, call, side_by_side
-from kvstore.client.calls.presence import Mask, contains, contains_all, find_tiers, map_tables
+from kvstore.client.calls.presence import PRESENCE_SINCE, Mask, contains, contains_all, find_tiers, map_tables
 from kvstore.client.calls.scope import (
     Chain,
     Scope,
@@ -201,7 +201,11 @@ def find_prefix(
         return _found(answer)
 
     if not keys and requests.new_blocks:
-        return (yield from found_of(0, keys, estimate))
+        if exchange.protocol.version < PRESENCE_SINCE:
+            return (yield from found_of(0, keys, estimate))
+        exchange.connection.report(namespace, requests.new_blocks, b"")
+        requests.note_answer(0, 0)
+        return StoredPrefix()
     batch = exchange.protocol.batch_keys
     in_one = scope.layout.independent or (at_once and len(keys) <= batch)
     step = 0 if in_one else int(len(keys) ** 0.5)

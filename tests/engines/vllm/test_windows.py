@@ -5,6 +5,7 @@ The answers are those of an engine without the store, whatever is lost in whiche
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,9 +13,11 @@ import numpy as np
 import pytest
 
 from kvstore import Client
+from kvstore.client.connection import REPORT_S
 from kvstore.lab.local_daemon import LocalDaemon
+from tests.daemon.hits import figures, since
 from tests.daemons import eventually
-from tests.engines.vllm.engine import Engine, cached, connector, full_blocks, prompt, said
+from tests.engines.vllm.engine import BLOCK_TOKENS, Engine, cached, connector, full_blocks, prompt, said
 from tests.engines.vllm.shapes import SHAPES
 from tests.engines.vllm.stored import blocks_of, replace_payloads
 from tests.engines.vllm.test_load import mixed
@@ -133,6 +136,29 @@ def test_a_block_that_is_lost_shortens_the_prefix(
     assert cached(answers)[0] < full_blocks(500)
     answers = windowed.fresh([asked])
     assert (said(answers), cached(answers)) == (expected, [full_blocks(500)])
+
+
+def test_a_miss_of_one_group_is_no_hit_of_the_others(windowed: Engine, own: LocalDaemon) -> None:
+    """The daemon counts what all groups have of a prompt, once."""
+    asked = prompt(970, 500)
+
+    def counted(client: Client) -> tuple[int, int, int]:
+        time.sleep(1.5 * REPORT_S)
+        before = figures(client)
+        [found] = cached(windowed.fresh([asked], max_tokens=1))
+        time.sleep(1.5 * REPORT_S)
+        counts = since(before, figures(client))
+        return counts["requested"], counts.get("found", 0), found // BLOCK_TOKENS
+
+    with Client(own.url, deadline_s=10.0, strict=True) as client:
+        assert counted(client) == (15, 0, 0)
+        assert counted(client) == (15, 15, 15)
+        groups = [blocks_of(windowed, client, asked, group) for group in range(GROUPS)]
+        [(keys, ns)] = [(keys, ns) for keys, ns in groups if len(keys) == 2]
+        assert ns.invalidate(keys[-1:]) == 1
+        requested, found, loaded = counted(client)
+        assert (requested, found) == (15, loaded)
+        assert found < 15
 
 
 @pytest.mark.parametrize("group", range(GROUPS))
