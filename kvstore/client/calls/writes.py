@@ -39,8 +39,9 @@ Block = tuple[Scope, Key]
 class Put:
     """One of several puts of a client. `fill` fills a Reservation and returns whether it has.
 
-    It need not commit, and runs in another thread with an asyncio client. Returns it False, then the blocks
-    are not stored, and count as denied. The other fields are the arguments of `reserve`.
+    If it returns False, the blocks are not stored, and count as denied. It must neither commit the
+    reservation nor keep it, and an asyncio client calls it in another thread. The other fields are the
+    arguments of `reserve`.
     """
 
     namespace: Scoped
