@@ -222,8 +222,11 @@ class Served:
         self.idle()
 
     def reset(self, connector: bool = False) -> bool:
-        """Empties the engine's own prefix cache."""
-        return self.llm.reset_prefix_cache(reset_connector=connector)
+        """Empties the engine's own prefix cache. Where saves hold pages, a step takes those that have ended."""
+        done = self.llm.reset_prefix_cache(reset_connector=connector)
+        if not done:
+            self.llm.llm_engine.step()
+        return done
 
     def plug(self, connected: bool) -> None:
         """Takes the connector out of the engine, and puts it back: the same process, weights and memory.
