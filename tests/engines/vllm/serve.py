@@ -222,7 +222,7 @@ class Served:
         self.idle()
 
     def reset(self, connector: bool = False) -> bool:
-        """Empties the engine's own prefix cache. Where saves hold pages, a step takes those that have ended."""
+        """Empties the engine's own prefix cache. If saves hold pages, a step frees those that have ended."""
         done = self.llm.reset_prefix_cache(reset_connector=connector)
         if not done:
             self.llm.llm_engine.step()
