@@ -223,9 +223,11 @@ class WorkerHalf:
                 continue
             savings.append(_Saving(saving, save, save.parent))
         # Blocks that belong to a chain need its blocks in the store, or on their way.
-        for some in ([s for s in savings if s.save.chain is None], [s for s in savings if s.save.chain]):
-            for scope in dict.fromkeys(s.save.scope for s in some):
-                self._saver.submit(self._save, [s for s in some if s.save.scope == scope], ends)
+        batches = dict[tuple[bool, Scope], list[_Saving]]()
+        for each in savings:
+            batches.setdefault((each.save.chain is not None, each.save.scope), []).append(each)
+        for _, batch in sorted(batches.items(), key=lambda item: item[0][0]):
+            self._saver.submit(self._save, batch, ends)
         for hint in step.hints if self._saves else ():
             hinting = _Transfer(hint.request_id, step.epoch, step.number, time.perf_counter(), hint.scope)
             with self._changed:

@@ -62,15 +62,6 @@ def picky() -> Iterator[LocalDaemon]:
 
 
 @pytest.fixture
-def client(driver: Driver, daemon: LocalDaemon) -> Iterator[Client]:
-    """A client of either kind: both have these calls, see `drivers`."""
-    with driver.client(daemon.url, deadline_s=10) as made:
-        yield made
-    with Client(daemon.url, deadline_s=10) as other:
-        eventually(lambda: idle(other.status()), 3)
-
-
-@pytest.fixture
 def ns(client: Client) -> Namespace:
     return client.namespace(new_layout())
 

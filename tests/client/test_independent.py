@@ -16,7 +16,7 @@ from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.wire import messages as m
 from tests.client.drivers import Driver
 from tests.daemon.hits import figures, since
-from tests.daemons import SMALL, Peer, eventually, got, idle, names, new_layout, payloads, room_for
+from tests.daemons import SMALL, Peer, eventually, got, names, new_layout, payloads, room_for
 
 FEW = {**SMALL, "limits": {"batch_keys": 16}}
 """Few keys at a time, so that calls have several batches."""
@@ -26,14 +26,6 @@ FEW = {**SMALL, "limits": {"batch_keys": 16}}
 def daemon() -> Iterator[LocalDaemon]:
     with LocalDaemon(FEW) as served:
         yield served
-
-
-@pytest.fixture
-def client(driver: Driver, daemon: LocalDaemon) -> Iterator[Client]:
-    with driver.client(daemon.url, deadline_s=10) as made:
-        yield made
-    with Client(daemon.url, deadline_s=10) as other:
-        eventually(lambda: idle(other.status()), 3)
 
 
 @pytest.fixture

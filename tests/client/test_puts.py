@@ -12,21 +12,13 @@ from kvstore.client.leases import GIVEN_UP, NO_ANSWER
 from kvstore.errors import MisuseError
 from kvstore.lab.local_daemon import LocalDaemon
 from tests.client.drivers import Driver
-from tests.daemons import BLOCK, SMALL, eventually, got, idle, names, new_layout, payload
+from tests.daemons import BLOCK, SMALL, eventually, got, names, new_layout, payload
 
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[LocalDaemon]:
     with LocalDaemon({**SMALL, "limits": {"batch_keys": 16}}) as served:
         yield served
-
-
-@pytest.fixture
-def client(driver: Driver, daemon: LocalDaemon) -> Iterator[Client]:
-    with driver.client(daemon.url, deadline_s=10) as made:
-        yield made
-    with Client(daemon.url, deadline_s=10) as other:
-        eventually(lambda: idle(other.status()), 3)
 
 
 def filling(keys: list[bytes]) -> Callable[[Reservation], bool]:

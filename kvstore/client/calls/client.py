@@ -84,7 +84,8 @@ class ClientCalls:
         asked = [
             (
                 wanted_of(
-                    _own(put.namespace, self),
+                    self,
+                    put.namespace,
                     put.keys,
                     put.parent,
                     check_device(put.device),
@@ -169,12 +170,6 @@ class ClientCalls:
     def ping(self) -> Call[None]:
         """Makes an empty round trip. Raises UnavailableError if the daemon does not answer."""
         return Call(ask(m.Ping(0), lambda _: None))
-
-
-def _own(namespace: Scoped, client: object) -> Scoped:
-    """Returns a namespace. Raises MisuseError if it is not one of this client."""
-    scope_of(namespace, client)
-    return namespace
 
 
 def ask(message: Any, result: Callable[[Any], R]) -> Callable[[Exchange], Flow[R]]:

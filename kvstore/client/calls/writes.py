@@ -101,7 +101,7 @@ class WriteCalls(Scoped):
         stands for itself. Daemons before version 11 of the wire ignore it.
         """
         views, gpu = check_blocks(keys, blocks, self.layout.block_bytes)
-        wanted = wanted_of(self, keys, parent, gpu, tokens, chain)
+        wanted = wanted_of(self._client, self, keys, parent, gpu, tokens, chain)
         return Call(
             lambda exchange: put(exchange, wanted, views), deadline_s, lambda: PutResult(denied=len(keys))
         )
@@ -122,7 +122,7 @@ class WriteCalls(Scoped):
         pool on the GPU if possible. `tokens`, `chain`: see put. The `commit` of an asyncio client is awaited.
         """
         gpu = check_device(device)
-        wanted = wanted_of(self, keys, parent, gpu, tokens, chain)
+        wanted = wanted_of(self._client, self, keys, parent, gpu, tokens, chain)
 
         def miss() -> Reservation:
             lost = PutResult(denied=len(keys), why=NO_ANSWER)
@@ -145,6 +145,7 @@ class WriteCalls(Scoped):
 
 
 def wanted_of(
+    client: object,
     namespace: Scoped,
     keys: Sequence[Key],
     parent: Key | None,
@@ -152,14 +153,14 @@ def wanted_of(
     tokens: Any,
     chain: tuple[Scoped, Key] | None,
 ) -> Wanted:
-    """Returns the blocks of a put or reserve. Raises MisuseError."""
-    layout, of = namespace.layout, None
-    part = Chain(keys)
+    """Returns the blocks of a put or reserve in a namespace of this client. Raises MisuseError."""
+    scope, of = scope_of(namespace, client), None
+    layout, part = scope.layout, Chain(keys)
     check_parent(parent, layout)
     if chain is not None:
-        of = scope_of(chain[0], namespace._client), chain[1]
+        of = scope_of(chain[0], client), chain[1]
         check_chain((of[0].layout, chain[1]), layout)
-    return Wanted(namespace._scope, part, parent, gpu, check_token_ids(tokens, keys, layout), of)
+    return Wanted(scope, part, parent, gpu, check_token_ids(tokens, keys, layout), of)
 
 
 def put(exchange: Exchange, wanted: Wanted, views: Sequence[Buffer]) -> Flow[PutResult]:
