@@ -25,7 +25,7 @@ from kvstore.tiers.nvme.encryption import BlockCipher, TenantKeys
 from kvstore.tiers.nvme.key_files import KeyFiles, MasterKey
 from kvstore.tiers.nvme.records import ID, Blocks, Damaged, deletions, mapped
 from kvstore.tiers.nvme.recovery import strangers
-from kvstore.tiers.nvme.store import Changes, Items, Loaded, Namespace, RecordStore
+from kvstore.tiers.nvme.store import Changes, Loaded, Namespace, RecordStore
 from kvstore.types import ALIGN
 
 Progress = Callable[[int, int], None]
@@ -104,7 +104,7 @@ class Report:
         yield from (Finding(Kind.NO_SLAB, extent) for extent in self.no_slab)
         yield from (Finding(Kind.SHORT_SLAB, extent) for extent in self.short)
         yield from (Finding(Kind.ORPHAN, extent) for extent in self.orphans)
-        yield from (Finding(Kind.DAMAGED, key=raw) for raw in self.damaged.pages)
+        yield from (Finding(Kind.DAMAGED, key=raw) for raw in self.damaged.pages + self.damaged.others)
         yield from (Finding(Kind.DAMAGED, *divmod(place, 1 << 32)) for place in self.damaged.places.tolist())
         kinds = tuple(Kind)
         blocks = self.blocks
@@ -134,6 +134,8 @@ def fsck(
             keys = TenantKeys(folder, master, {}) if master is not None else None
             report = _check(folder, loaded, store.extent_bytes, limit_bytes, progress, with_key, keys)
             if repair:
+                if len(loaded.damaged):
+                    store.renew(loaded)
                 _repair(store, report)
         except (OSError, lmdb.Error) as error:
             raise TierError(f"cannot check {folder}: {error}") from error
@@ -296,12 +298,8 @@ def _pread(fd: int, nbytes: int, offset: int) -> memoryview:
 def _repair(store: RecordStore, report: Report) -> None:
     """Deletes records first: a crash in between leaves files that the next check finds."""
     blocks = report.blocks
-    tables: dict[str, Items] = {
-        "slots": dict.fromkeys(report.damaged.pages),
-        "extents": dict.fromkeys(map(ID.pack, report.no_slab)),
-    }
-    bad = np.append(report.damaged.places, blocks.places[report.verdict != _GOOD])
-    store.commit(Changes(tables, [deletions(bad)]))
+    gone = dict.fromkeys(map(ID.pack, report.no_slab))
+    store.commit(Changes({"extents": gone}, [deletions(blocks.places[report.verdict != _GOOD])]))
     for path in report.orphans.values():
         path.unlink()
     for path in report.short.values():

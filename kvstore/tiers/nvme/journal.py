@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from kvstore.errors import TierError
 from kvstore.tiers.nvme.generations import History
-from kvstore.tiers.nvme.records import ID, Blocks, Damaged, Places, RecordBatch, deletions, merged
+from kvstore.tiers.nvme.records import ID, Blocks, Places, RecordBatch, deletions, merged
 from kvstore.tiers.nvme.store import (
     GENERATIONS,
     TABLES,
@@ -108,6 +108,10 @@ class Journal:
         """Returns all durable records. Blocks writes for about 0.5 s a million records."""
         return self._store.load()
 
+    def renew(self, loaded: Loaded) -> None:
+        """Replaces all records by those loaded. No change may wait. See `RecordStore.renew`."""
+        self._store.renew(loaded)
+
     def put(self, records: RecordBatch, sync: Sync, done: Done) -> None:
         """Records blocks whose bytes `sync` makes durable. A record of the same slot is replaced.
 
@@ -134,11 +138,6 @@ class Journal:
         """
         with self._ready:
             self._enqueue(_Deletion(places))
-
-    def forget(self, damaged: Damaged) -> None:
-        """Deletes what is no valid record."""
-        self._change("slots", dict.fromkeys(damaged.pages))
-        self.delete(damaged.places)
 
     def put_namespace(self, ns_id: int, namespace: Namespace) -> None:
         """Records the namespace of an id, no later than any later put."""

@@ -19,6 +19,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from kvstore.errors import ConfigError, TierError
+from kvstore.tiers.nvme.slabs import sync_folder
 
 KEY_BYTES = 32
 CREDENTIAL = "kvstore-key"
@@ -123,8 +124,8 @@ class KeyFiles:
             self.folder.mkdir(mode=0o700, exist_ok=True)
             _write(new, wrapped, os.O_CREAT | os.O_TRUNC)
             new.replace(path)
-            _sync(self.folder)
-            _sync(self.folder.parent)
+            sync_folder(self.folder)
+            sync_folder(self.folder.parent)
         except OSError as error:
             raise _failed("write", path, error) from error
 
@@ -135,7 +136,7 @@ class KeyFiles:
             if path.exists():
                 _write(path, _ERASED, 0)
                 path.unlink()
-                _sync(self.folder)
+                sync_folder(self.folder)
         except OSError as error:
             raise _failed("erase", path, error) from error
 
@@ -147,14 +148,6 @@ def _write(path: Path, data: bytes, flags: int) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags, 0o600)
     try:
         os.pwrite(fd, data, 0)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
         os.fsync(fd)
     finally:
         os.close(fd)

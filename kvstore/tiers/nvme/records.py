@@ -257,6 +257,13 @@ class Blocks:
         """The slot of each block."""
         return places(self.extent, self.index)
 
+    def pack(self) -> SlotRecords:
+        """Returns the records, in the order of their slots."""
+        order = np.argsort(self.places)
+        own = {name: getattr(self, name)[order] for name in _DTYPES}
+        numbers = {name: own[name] for name in CHECKED}
+        return packed(own["keys"], own["key_bytes"], own["parents"], own["parent_bytes"], numbers)
+
     def key(self, i: int) -> bytes:
         """Returns the key of block i."""
         padded: bytes = self.keys[i].tobytes()
@@ -296,13 +303,14 @@ _DTYPES: dict[str, Any] = {
 
 @dataclass(slots=True)
 class Damaged:
-    """What cannot be decoded: keys of whole pages, and places of single records."""
+    """What cannot be decoded: keys of whole pages, places of single records, keys in other tables."""
 
     pages: list[bytes] = field(default_factory=list)
     places: Places = field(default_factory=lambda: np.empty(0, np.uint64))
+    others: list[bytes] = field(default_factory=list)
 
     def __len__(self) -> int:
-        return len(self.pages) + len(self.places)
+        return len(self.pages) + len(self.places) + len(self.others)
 
 
 def unpack(pages: Iterable[tuple[bytes, bytes]], count: int) -> tuple[Blocks, Damaged]:

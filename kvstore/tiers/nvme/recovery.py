@@ -45,15 +45,15 @@ def recover(journal: Journal, slabs: Slabs, count: int, keys: TenantKeys) -> Rec
     data key. If a tenant's encryption was turned on or off, deletes all of its blocks, durably.
     """
     loaded = journal.load()
+    if len(loaded.damaged):
+        _log.error("%d records are damaged: their blocks are lost", len(loaded.damaged))
+        journal.renew(loaded)
     if keys.changed:
         loaded = _without(journal, slabs, loaded, keys.changed)
         keys.settle()
     sizes = _open_slabs(slabs, loaded.extents, count)
     slot_sizes = {extent: loaded.extents[extent] for extent in sizes}
     owners = {extent: loaded.owners[extent] for extent in sizes}
-    if len(loaded.damaged):
-        _log.error("%d records are damaged: their blocks are lost", len(loaded.damaged))
-        journal.forget(loaded.damaged)
     usable = _fits(loaded.blocks, loaded.namespaces, slot_sizes, sizes)
     _forget(journal, loaded.blocks, ~usable, "their slabs are gone or beyond the limit")
     keyless = usable & np.isin(loaded.blocks.ns, _without_key(loaded, keys))

@@ -56,7 +56,7 @@ class Slabs:
                 os.fsync(fd)
             finally:
                 os.close(fd)
-            self._sync_folder()
+            sync_folder(self.folder)
             self._fds[extent] = self._open(path)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -138,13 +138,6 @@ class Slabs:
         self.direct = False
         return fd
 
-    def _sync_folder(self) -> None:
-        fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
     def _no_room(self, error: OSError) -> TierError:
         what = f"cannot allocate {self.extent_bytes} bytes in {self.folder}"
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -152,6 +145,15 @@ class Slabs:
         hint = f"lower nvme.limit, or make room: df -h {self.folder}"
         why = error.strerror if error.errno == errno.EFBIG else "the disk is full"
         return TierError(f"{what}: {why}, {self.free_bytes()} bytes free", hint)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes names of files in a folder durable. OSError if that fails."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _open_file(path: Path, flags: int = 0) -> int:

@@ -17,6 +17,7 @@ import errno
 import fcntl
 import logging
 import os
+import shutil
 import signal
 import stat
 import struct
@@ -38,6 +39,7 @@ from kvstore.tiers.base import DEFAULT_TENANT
 from kvstore.tiers.nvme import generations, old_records
 from kvstore.tiers.nvme.generations import History
 from kvstore.tiers.nvme.records import ID, Blocks, Damaged, SlotRecords, rewritten, unpack
+from kvstore.tiers.nvme.slabs import sync_folder
 from kvstore.types import ENCRYPTION_BYTES
 
 _log = logging.getLogger(__name__)
@@ -61,7 +63,8 @@ _GENERATION_NUMBER = b"generation"
 NUMBER = struct.Struct("<Q")
 TABLES = ("meta", "namespaces", "extents", "slots")
 _OLD_TABLE = "blocks"
-_CONVERTED_AT_ONCE = 1 << 16
+_COMMITTED_AT_ONCE = 1 << 16
+_NEW = "records.new"
 
 Items: TypeAlias = dict[bytes, bytes | None]
 """New values by key; None deletes the key."""
@@ -139,6 +142,7 @@ class RecordStore:
                     f"{folder} holds no records of a kvstore daemon", "name the folder of nvme.path"
                 )
             held.callback(os.close, _lock(folder))
+            self._remove_unfinished()
             why = _damage(folder)
             if why and extent_bytes is None:
                 hint = "the next daemon moves them aside and starts empty"
@@ -146,10 +150,17 @@ class RecordStore:
             if why:
                 self._move_aside(why)
             try:
-                self._env = _open(folder / "records", map_bytes)
-                held.callback(self._env.close)
-                self._tables = {name: self._env.open_db(name.encode()) for name in TABLES}
-                self.extent_bytes = self._sign(extent_bytes)
+                self._open(folder / "records", map_bytes)
+                held.callback(self._close_records)
+                try:
+                    self.extent_bytes = self._sign(extent_bytes)
+                except struct.error as error:
+                    if extent_bytes is None:
+                        raise
+                    self._env.close()
+                    self._move_aside(f"the signature: {error}")
+                    self._open(folder / "records", map_bytes)
+                    self.extent_bytes = self._sign(extent_bytes)
                 self.history = self._history()
             except (lmdb.Error, OSError, ValueError, struct.error) as error:
                 raise _unusable(folder, error) from error
@@ -160,25 +171,76 @@ class RecordStore:
         tables = self._tables
         try:
             with self._turn, self._env.begin() as txn:
-                namespaces = self._decoded(txn.cursor(tables["namespaces"]), _namespace)
-                extents = self._decoded(txn.cursor(tables["extents"]), unpack_extent)
-                count = txn.stat(tables["slots"])["entries"]
-                blocks, damaged = unpack(txn.cursor(tables["slots"]), count)
+                namespaces, bad_namespaces = self._decoded(txn.cursor(tables["namespaces"]), _namespace)
+                extents, bad_extents = self._decoded(txn.cursor(tables["extents"]), unpack_extent)
+                slots = txn.cursor(tables["slots"])
+                count = sum(1 for _ in slots.iternext(values=False))  # LMDB's own number may be damaged
+                blocks, damaged = unpack(slots.iternext(keys=True, values=True), count)
         except lmdb.Error as error:
             raise _unusable(self._folder, error) from error
+        damaged.others = bad_namespaces + bad_extents
         sizes = {extent: size for extent, (size, _) in extents.items()}
         owners = {extent: owner for extent, (_, owner) in extents.items()}
         return Loaded(namespaces, sizes, owners, blocks, damaged)
 
-    def _decoded(self, pairs: Iterable[tuple[bytes, bytes]], decode: Callable[[bytes], T]) -> dict[int, T]:
-        """Returns a table by id, without invalid records. Their blocks are misses."""
-        found = {}
+    def _decoded(
+        self, pairs: Iterable[tuple[bytes, bytes]], decode: Callable[[bytes], T]
+    ) -> tuple[dict[int, T], list[bytes]]:
+        """Returns a table by id, and the keys of invalid records. Their blocks are misses."""
+        found, bad = {}, []
         for key, value in pairs:
             try:
                 found[ID.unpack(key)[0]] = decode(value)
             except (struct.error, ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
                 _log.error("%s: a record of %d bytes makes no sense: %s", self._folder, len(value), error)
-        return found
+                bad.append(key)
+        return found, bad
+
+    def renew(self, loaded: Loaded) -> None:
+        """Replaces all records by those loaded, at once, also if it crashes. No other call may run.
+
+        Damaged records are a sign that the file is damaged, and LMDB may crash when it changes a damaged
+        page, at this start and at each later one. If there is no room for a new file, the old one stays.
+        """
+        records, new = self._folder / "records", self._folder / _NEW
+        meta = {b"extent_bytes": NUMBER.pack(self.extent_bytes), GENERATIONS: self._history().pack()}
+        sizes, owners = loaded.extents, loaded.owners
+        tables: dict[str, Items] = {
+            "meta": {b"format": NUMBER.pack(FORMAT), **meta},
+            "namespaces": {ID.pack(n): each.pack() for n, each in loaded.namespaces.items()},
+            "extents": {ID.pack(n): pack_extent(size, owners[n]) for n, size in sizes.items()},
+        }
+        map_bytes = self._env.info()["map_size"]
+        self._env.close()
+        try:
+            self._remove_unfinished()
+            self._open(new, map_bytes)
+            self.commit(Changes(tables))
+            self._commit_in_parts(loaded.blocks.pack())
+            self._env.close()
+            (new / "data.mdb").replace(records / "data.mdb")
+            sync_folder(records)
+        except (lmdb.Error, OSError) as error:
+            _log.error("%s: damaged records were not replaced: %s", self._folder, error)
+        finally:
+            self._env.close()
+            self._remove_unfinished()
+            self._open(records, map_bytes)
+
+    def _remove_unfinished(self) -> None:
+        shutil.rmtree(self._folder / _NEW, ignore_errors=True)
+
+    def _close_records(self) -> None:
+        self._env.close()
+
+    def _open(self, path: Path, map_bytes: int) -> None:
+        self._env = _open(path, map_bytes)
+        self._tables = {name: self._env.open_db(name.encode()) for name in TABLES}
+
+    def _commit_in_parts(self, records: SlotRecords) -> None:
+        for first in range(0, len(records), _COMMITTED_AT_ONCE):
+            part = slice(first, first + _COMMITTED_AT_ONCE)
+            self.commit(Changes(slots=[SlotRecords(records.places[part], records.rows[part])]))
 
     def commit(self, changes: Changes) -> None:
         """Makes all changes durable in one transaction, or none. Raises errors of LMDB."""
@@ -248,9 +310,7 @@ class RecordStore:
             records, damaged = old_records.read(txn.cursor(old))
         if damaged:
             _log.error("%s: %d records are damaged: their blocks are lost", self._folder, damaged)
-        for first in range(0, len(records), _CONVERTED_AT_ONCE):
-            part = slice(first, first + _CONVERTED_AT_ONCE)
-            self.commit(Changes(slots=[SlotRecords(records.places[part], records.rows[part])]))
+        self._commit_in_parts(records)
         meta = {b"format": NUMBER.pack(FORMAT), GENERATIONS: self._history().pack(), _GENERATION_NUMBER: None}
 
         def sign(txn: Any) -> None:

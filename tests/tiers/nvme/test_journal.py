@@ -601,15 +601,102 @@ class TestOpening:
         loaded = journal.load()
         assert keys_of(loaded.blocks) == [b"good"]
         assert loaded.damaged.pages == [b"\0\0\0\1short"]
+        assert loaded.damaged.others == [b"\0\0\0\2", b"\0\0\0\2"], "of a namespace and an extent"
         found = set(loaded.damaged.places.tolist())
         assert int(bad[0]) in found
         assert all(place == bad[0] or place >> 32 == 4 for place in found), "a misplaced page is damaged"
         assert set(loaded.namespaces) == set(loaded.extents) == {1}
-        journal.forget(loaded.damaged)
-        journal.drain()
+        before = (tmp_path / "records" / "data.mdb").stat().st_ino
+        journal.renew(loaded)
+        assert (tmp_path / "records" / "data.mdb").stat().st_ino != before, "LMDB changes no damaged file"
         assert len(journal.load().damaged) == 0
         assert keys_of(journal.load().blocks) == [b"good"]
+        journal.put(batch(b"later"), NOTHING_TO_SYNC, answers.named("later"))
         journal.close()
+        again = Journal.open(tmp_path, MIB)
+        assert sorted(keys_of(again.load().blocks)) == [b"good", b"later"]
+        assert set(again.load().namespaces) == set(again.load().extents) == {1}
+        assert not (tmp_path / "records.new").exists()
+        again.close()
+
+    @pytest.mark.parametrize("left", [False, True])
+    def test_records_renewed_keep_all_that_is_on_record(
+        self, tmp_path: Path, left: bool, answers: Answers
+    ) -> None:
+        journal = Journal.open(tmp_path, MIB)
+        keys = [b"%03d" % i for i in range(500)]
+        space = Namespace("default", {"block_bytes": 65536}, bytes(16), readers=("other",), ttl_s=7.0)
+        history = History((b"a" * 16,), (b"b" * 16,))
+        journal.put_generations(history)
+        journal.put_namespace(1, space)
+        journal.put_extent(3, 65536, "default")
+        journal.put(
+            batch(*keys, version=5, stored_at=9.5, parent=b"above"), NOTHING_TO_SYNC, answers.named("")
+        )
+        journal.drain()
+        before = journal.load()
+        if left:
+            (tmp_path / "records.new").mkdir()
+            (tmp_path / "records.new" / "data.mdb").write_bytes(b"of a daemon that was killed")
+        journal.renew(before)
+        journal.close()
+        again = Journal.open(tmp_path, 2 * MIB)
+        after = again.load()
+        again.close()
+        assert (again.extent_bytes, again.history) == (MIB, history)
+        assert (after.namespaces, after.extents, after.owners) == ({1: space}, {3: 65536}, {3: "default"})
+        for column in ("keys", "parents", "places", "version", "stored_at", "checksum", "length", "ns"):
+            assert np.array_equal(getattr(after.blocks, column), getattr(before.blocks, column)), column
+
+    def test_without_room_for_a_new_file_the_old_one_stays(
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+        answers: Answers,
+    ) -> None:
+        journal = Journal.open(tmp_path, MIB)
+        journal.put(batch(b"kept"), NOTHING_TO_SYNC, answers.named("put"))
+        journal.drain()
+        full = lmdb.DiskError("No space left on device")
+        monkeypatch.setattr(RecordStore, "commit", lambda *_: (_ for _ in ()).throw(full))
+        journal.renew(journal.load())
+        monkeypatch.undo()
+        assert "damaged records were not replaced" in caplog.text
+        journal.put(batch(b"later"), NOTHING_TO_SYNC, answers.named("later"))
+        journal.drain()
+        assert sorted(keys_of(journal.load().blocks)) == [b"kept", b"later"]
+        journal.close()
+
+    def test_a_damaged_number_of_records_does_no_harm(self, tmp_path: Path, answers: Answers) -> None:
+        journal = Journal.open(tmp_path, MIB)
+        journal.put(batch(b"kept"), NOTHING_TO_SYNC, answers.named("put"))
+        journal.close()
+        data = tmp_path / "records" / "data.mdb"
+        raw, name, entries = bytearray(data.read_bytes()), b"slots", 32
+        at = raw.find(name)
+        while at >= 0:
+            raw[at + len(name) + entries + 6] ^= 1
+            at = raw.find(name, at + 1)
+        data.write_bytes(raw)
+        with lmdb.open(str(tmp_path / "records"), max_dbs=5) as env, env.begin() as txn:
+            assert txn.stat(env.open_db(name, txn))["entries"] > 1 << 40
+        again = Journal.open(tmp_path, MIB)
+        assert keys_of(again.load().blocks) == [b"kept"]
+        again.close()
+
+    @pytest.mark.parametrize("name", [b"format", b"extent_bytes"])
+    def test_records_with_a_damaged_signature_are_moved_aside(self, tmp_path: Path, name: bytes) -> None:
+        Journal.open(tmp_path, MIB).close()
+        with lmdb.open(str(tmp_path / "records"), max_dbs=5) as env, env.begin(write=True) as txn:
+            txn.put(name, b"short", db=env.open_db(b"meta", txn))
+        with pytest.raises(TierError, match="cannot use the records"):
+            RecordStore(tmp_path, None, 64 << 20)
+        again = Journal.open(tmp_path, 2 * MIB)
+        [problem] = again.problems
+        assert "corrupt records (the signature" in problem
+        assert again.extent_bytes == 2 * MIB
+        again.close()
 
 
 KILLED = """

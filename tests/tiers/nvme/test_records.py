@@ -210,7 +210,7 @@ def test_a_conversion_that_was_cut_short_is_repeated(
     dice = random.Random(commits)
     slots = {place: record(dice, (8, 32, 64)) for place in places(dice, 300)}
     old_folder(tmp_path, old_pairs(slots))
-    monkeypatch.setattr("kvstore.tiers.nvme.store._CONVERTED_AT_ONCE", 100)
+    monkeypatch.setattr("kvstore.tiers.nvme.store._COMMITTED_AT_ONCE", 100)
     commit, left = RecordStore.commit, iter(range(commits))
 
     def cut(self: RecordStore, changes: object) -> None:
