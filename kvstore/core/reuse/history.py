@@ -23,6 +23,8 @@ _NOTED_AT_ONCE = 1 << 16
 _MOST_TICKS = 1 << 29
 """Half of the largest time that a ghost can hold."""
 _CLASS_BITS, _USES_BITS = 7, 4
+_FOLLOWS = 1 << _USES_BITS
+"""Bit of the column of uses: the block belongs to a chain."""
 
 
 class GhostTable(NamedTuple):
@@ -64,24 +66,34 @@ class BlockHistory:
     def record(self, rows: Rows, classes: Ints, uses: npt.NDArray[np.generic], now: float) -> None:
         """Sets the class and the number of uses of rows that are used now. Priorities stay."""
         self.kind[rows] = self.kind[rows] & HIGH_PRIORITY | classes.astype(np.uint8)
-        self._uses[rows] = uses
+        self._uses[rows] = self._uses[rows] & _FOLLOWS | uses.astype(np.uint8)
         self.ticks[rows] = self.ticks_at(now) + 1
+
+    def follow(self, rows: Rows, chain: int, now: float) -> None:
+        """Gives new rows the class and the uses of the chain (a row) that they belong to."""
+        self._uses[rows] = _FOLLOWS
+        of = np.full(len(rows), chain)
+        self.record(rows, self.classes(of), self.uses(of), now)
 
     def set_priority(self, rows: Rows, high: bool) -> None:
         """Marks blocks that a client asks to keep longer than others, or removes the mark."""
         self.kind[rows] = self.kind[rows] & CLASS_MASK | (HIGH_PRIORITY if high else 0)
 
     def leave(self, rows: Rows) -> None:
-        """Turns the histories of rows that are about to be given back into ghosts."""
+        """Turns the histories of rows that are about to be given back into ghosts.
+
+        Those that follow a chain leave none: they follow it again when they return.
+        """
         rows = rows[self.ticks[rows] > 0]
         if len(rows):
-            self._add_ghosts(rows)
+            self._add_ghosts(rows[~self.follows(rows)])
             self.ticks[rows] = 0
             self.kind[rows] = 0
+            self._uses[rows] = 0
 
     def _add_ghosts(self, rows: Rows) -> None:
         past = self.ticks[rows].astype(np.uint64) << np.uint64(_CLASS_BITS + _USES_BITS)
-        past |= self._uses[rows].astype(np.uint64) << np.uint64(_CLASS_BITS)
+        past |= self.uses(rows).astype(np.uint64) << np.uint64(_CLASS_BITS)
         past |= (self.kind[rows] & CLASS_MASK).astype(np.uint64)
         self._ghosts.put(fingerprints(self._blocks, rows, self._seed), past)
 
@@ -110,7 +122,12 @@ class BlockHistory:
 
     def uses(self, rows: Rows) -> Ints:
         """Returns how often each row was used, the first storing included, up to 15."""
-        return self._uses[rows].astype(np.int64)
+        return self._uses[rows].astype(np.int64) & MOST_USES
+
+    def follows(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Returns which rows belong to a chain."""
+        follows: npt.NDArray[np.bool_] = self._uses[rows] >= _FOLLOWS
+        return follows
 
     def last_used(self, rows: Rows) -> Floats:
         """Returns when each row was last used, in core time (seconds)."""

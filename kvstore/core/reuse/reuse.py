@@ -2,8 +2,9 @@
 
 The history of a block gives its class (`history`, `classes`). The curves of its tenant give what
 a slot earns with a block of that class (`curves`). A new block takes the interval of its parent, whose
-chain it continues. A new independent block takes the class of the chain that it belongs to. A later
-process continues from a saved `ReuseState`.
+chain it continues. A new independent block takes the class of the chain that it belongs to, because it is
+worth nothing without it. The curves do not count it: few such blocks are used again. A later process
+continues from a saved `ReuseState`.
 
 Not covered: which block is evicted. Policies decide that.
 """
@@ -88,9 +89,7 @@ class Reuse:
         if not len(rows):
             return
         if chain >= 0 and self.history.ticks[chain]:
-            self.history.recall(rows)
-            of = np.full(len(rows), chain)
-            self._enter(rows, self.history.classes(of), self.history.uses(of), tenant, now)
+            self.history.follow(rows, chain, now)
             return
         lost = ~self.history.is_known(rows)
         came_back = self.history.recall(rows[lost])
@@ -126,8 +125,8 @@ class Reuse:
         if not len(rows):
             return
         history = self.history
-        since, classes = history.last_used(rows), history.classes(rows)
-        self._of(tenant).curves.used(classes, since, now)
+        since, classes, counted = history.last_used(rows), history.classes(rows), ~history.follows(rows)
+        self._of(tenant).curves.used(classes[counted], since[counted], now)
         uses = np.minimum(history.uses(rows) + 1, MOST_USES)
         self._enter(rows, classes_after(classes, uses, tick(now) - since), uses, tenant, now)
 
@@ -139,7 +138,8 @@ class Reuse:
         if not len(rows):
             return
         history = self.history
-        self._of(tenant).curves.left(history.classes(rows), history.last_used(rows))
+        counted = rows[~history.follows(rows)]
+        self._of(tenant).curves.left(history.classes(counted), history.last_used(counted))
         classes = np.full(len(rows), hinted_class(next_use_s))
         self._enter(rows, classes, history.uses(rows), tenant, now)
 
@@ -149,8 +149,9 @@ class Reuse:
         self.history.record(rows, classes, uses, now)
         of_tenant = self._of(tenant)
         curves = of_tenant.curves
+        classes = classes[~self.history.follows(rows)]
         curves.joined(classes, now)
-        of_tenant.new += len(rows)
+        of_tenant.new += len(classes)
         if of_tenant.new >= min(_LEARN_AFTER, _LEARN_FIRST + curves.joins // _LEARN_FIRST):
             curves.learn()
             of_tenant.new = 0

@@ -415,3 +415,37 @@ def test_independent_blocks_count_as_stored_alone_and_leave_the_mean_of_chains()
     assert words(r, 150) == "used once, stored with many others", "the mean is still 40"
     r.stored(array(*range(180, 195)), ONE, 1.0, independent=True)
     assert words(r, 190) == "used once, stored with few others", "together with none, though of one put"
+
+
+def test_a_block_of_a_chain_follows_it_and_teaches_nothing() -> None:
+    r = reuse()
+    r.stored(array(*range(40)), ONE, 1.0)
+    r.used(array(*range(40)), ONE, 9.0)
+    before = r.curves(ONE).counts()
+    joins = r.curves(ONE).joins
+    r.stored(array(50, 51), ONE, 10.0, independent=True, chain=39)
+    assert words(r, 50) == words(r, 39) == "used 2 or 3 times, up to 10 s apart, stored with many others"
+    r.used(array(50), ONE, 12.0)
+    assert words(r, 50) == "used 2 or 3 times, up to 4 s apart, stored with many others"
+    r.hinted(array(51), ONE, 30.0, 12.0)
+    assert words(r, 51) == "told: used again within 60 s"
+    after = r.curves(ONE).counts()
+    assert r.curves(ONE).joins == joins
+    assert (after.used == before.used).all()
+    assert (after.reached == before.reached).all()
+
+
+def test_a_block_of_a_chain_leaves_no_ghost_but_a_later_process_knows_it() -> None:
+    r = reuse()
+    r.stored(array(*range(40)), ONE, 1.0)
+    r.stored(array(50, 51), ONE, 2.0, independent=True, chain=39)
+    r.history.leave(array(50))
+    saved = r.save(3.0)
+    assert len(saved.ghosts.words) == 41
+    r.stored(array(50), ONE, 4.0, independent=True)
+    assert words(r, 50) == "used once, stored with few others", "nothing of its past, and it counts"
+    assert r.curves(ONE).joins == 41
+    later = reuse()
+    later.load(saved, 1.0, 0.0)
+    later.restored(array(51), ONE, 1.0)
+    assert words(later, 51) == "used once, stored with many others"
