@@ -133,6 +133,32 @@ def test_what_is_slower_to_load_than_to_compute_is_computed(
     assert engine("failures") == {}
 
 
+def test_a_head_in_memory_is_loaded_and_its_slow_tail_is_computed(
+    plain: Engine, engine: Engine, slow: Path, store: Store
+) -> None:
+    asked, head = prompt(1903, TOKENS), 25 * BLOCK_TOKENS
+    eventually(lambda: store.bandwidth() > 50 * SLOW_BYTES_A_S, 120)
+    # The prompt, and then others that take its place in memory.
+    for each in (asked, *(prompt(1960 + i, TOKENS) for i in range(5))):
+        engine.fresh([each])
+        eventually(store.written, 30)
+    # Its head comes back from the device.
+    assert cached(engine.fresh([asked[: head + 1]])) == [head]
+    slow.write_text(str(SLOW_BYTES_A_S))
+    try:
+        engine.fresh([prompt(1970, TOKENS)])
+        eventually(lambda: store.bandwidth() < 2 * SLOW_BYTES_A_S, 60)
+        before = engine("counts")
+        answer = engine.fresh([asked])
+        after = engine("counts")
+    finally:
+        slow.unlink()
+    assert cached(answer) == [head]
+    assert after["loaded"] - before["loaded"] == head // BLOCK_TOKENS
+    assert after["not worth loading"] - before.get("not worth loading", 0) == full_blocks(TOKENS) - head
+    assert said(answer) == said(from_own_cache(plain, asked, head))
+
+
 def test_a_device_that_slows_down_unseen_delays_one_answer_by_little(
     plain: Engine, engine: Engine, slow: Path, store: Store
 ) -> None:
