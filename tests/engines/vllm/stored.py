@@ -37,15 +37,20 @@ def replace_payloads(engine: Engine, url: str, asked: list[int], zero: bool, **h
     with Client(url, deadline_s=10.0) as client:
         for keys, ns in each_shard(engine, client, asked, **how):
             replaced += len(keys)
-            if not keys:
-                continue  # no token of a window or chunk is before the end of the prefix
-            payloads = np.empty((len(keys), ns.layout.block_bytes), np.uint8)
-            assert ns.get(keys, payloads) == len(keys)
-            ns.invalidate(keys)
-            if zero:
-                payloads[:] = 0
-            assert ns.put(keys, payloads).stored == len(keys)
+            store_again(ns, keys, zero)
     assert replaced
+
+
+def store_again(namespace: Any, keys: list[bytes], zero: bool) -> None:
+    """Stores blocks again: the same bytes, or zeros."""
+    if not keys:
+        return  # no token of a window or chunk is before the end of the prefix
+    payloads = np.empty((len(keys), namespace.layout.block_bytes), np.uint8)
+    assert namespace.get(keys, payloads) == len(keys)
+    namespace.invalidate(keys)
+    if zero:
+        payloads[:] = 0
+    assert namespace.put(keys, payloads).stored == len(keys)
 
 
 def settled(daemon: LocalDaemon) -> None:

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from kvstore import Client, Layout
 from kvstore.lab.local_daemon import LocalDaemon
 from tests.engines.vllm.engine import Engine, cached, connector, full_blocks, prompt, said
 from tests.engines.vllm.models import make_adapter, quantize
 from tests.engines.vllm.shapes import SHAPES
-from tests.engines.vllm.stored import answers_from_the_store, settled
+from tests.engines.vllm.stored import answers_from_the_store, settled, store_again
 from tests.engines.vllm.test_page import cached_tokens, complete, server
 
 ASKED = prompt(1500, 497)
@@ -105,22 +106,40 @@ def test_synchronous_loads_of_windows_are_refused(
 def test_replicas_of_one_server_share_blocks(
     process: Engine, own: LocalDaemon, tmp_path: Path, shape: str
 ) -> None:
-    """Data parallelism: what one replica computed, the other loads."""
-    folder = SHAPES[shape].save(tmp_path)
+    """Data parallelism: what one replica computed, the other loads; zeros in its place change the answer."""
+    folder, zeroed = SHAPES[shape].save(tmp_path), prompt(1501, 497)
     process.restart(model=str(folder))
-    [(tokens, steps)] = said(process.generate([ASKED]))
-    expected = tokens, [dict(step)[token] for token, step in zip(tokens, steps, strict=True)]
+    expected = []
+    for asked in (ASKED, zeroed):
+        [(tokens, steps)] = said(process.generate([asked]))
+        expected.append((tokens, [dict(step)[token] for token, step in zip(tokens, steps, strict=True)]))
+    flag = connector(own, weights_revision=tmp_path.name)
+    process.restart(model=str(folder), **flag)
+    keys = [
+        [bytes.fromhex(key) for key in process("keys", prompt=zeroed, group=group)]
+        for group in range(process("groups"))
+    ]
 
-    def asks(replica: int) -> tuple[Any, int]:
+    def asks(asked: list[int], replica: int) -> tuple[Any, int]:
         to = {"X-data-parallel-rank": str(replica)}
         more = {"max_tokens": 8, "logprobs": 1, "return_tokens_as_token_ids": True}
-        answer = complete(url, folder, ASKED, headers=to, **more)
+        answer = complete(url, folder, asked, headers=to, **more)
         [choice] = answer["choices"]
         return (choice["token_ids"], choice["logprobs"]["token_logprobs"]), cached_tokens(answer)
 
-    flag = json.dumps(connector(own, weights_revision=tmp_path.name)["kv_transfer_config"])
     options = ("--skip-tokenizer-init", "--data-parallel-size", "2")
-    with server(folder, flag, options) as url:
-        assert asks(0) == (expected, 0)
+    with server(folder, json.dumps(flag["kv_transfer_config"]), options) as url:
+        for asked, answer in zip((ASKED, zeroed), expected, strict=True):
+            assert asks(asked, 0) == (answer, 0)
         settled(own)
-        assert asks(1) == (expected, full_blocks(497))
+        assert asks(ASKED, 1) == (expected[0], full_blocks(497))
+        # The namespaces are those of an engine of two replicas.
+        with Client(own.url, deadline_s=10.0) as client:
+            for each in client.control("namespaces")["namespaces"]:
+                space = client.namespace(Layout(**each["layout"]))
+                for some in keys:
+                    stored = space.contains(some)
+                    store_again(space, [key for key, there in zip(some, stored, strict=True) if there], True)
+        other, found = asks(zeroed, 1)
+        assert found == full_blocks(497)
+        assert other != expected[1]
