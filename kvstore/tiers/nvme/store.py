@@ -57,6 +57,11 @@ Formats 2 and 3 have one generation, a number. Format 2 has one tenant and no na
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _LOCK_FILE_BYTES = 8192  # of LMDB, for 126 readers
+_DAMAGE = (
+    struct.error, lmdb.CorruptedError, lmdb.InvalidError, lmdb.PageNotFoundError, lmdb.PageFullError,
+    lmdb.CursorFullError, lmdb.IncompatibleError, lmdb.BadDbiError,
+)  # fmt: skip
+"""Errors that say that records are damaged."""
 
 GENERATIONS = b"generations"
 _GENERATION_NUMBER = b"generation"
@@ -135,6 +140,7 @@ class RecordStore:
         """
         self._folder = folder
         self._turn = threading.Lock()
+        self._env: Any = None
         self.problems: list[str] = []
         with contextlib.ExitStack() as held:
             if extent_bytes is None and not _has_records(folder):
@@ -149,19 +155,16 @@ class RecordStore:
                 raise TierError(f"the records in {folder} are corrupt: {why}", hint)
             if why:
                 self._move_aside(why)
+            held.callback(self._close_records)
             try:
-                self._open(folder / "records", map_bytes)
-                held.callback(self._close_records)
                 try:
-                    self.extent_bytes = self._sign(extent_bytes)
-                except struct.error as error:
+                    self._begin(extent_bytes, map_bytes)
+                except _DAMAGE as error:
                     if extent_bytes is None:
                         raise
-                    self._env.close()
-                    self._move_aside(f"the signature: {error}")
-                    self._open(folder / "records", map_bytes)
-                    self.extent_bytes = self._sign(extent_bytes)
-                self.history = self._history()
+                    self._close_records()
+                    self._move_aside(f"{type(error).__name__}: {error}")
+                    self._begin(extent_bytes, map_bytes)
             except (lmdb.Error, OSError, ValueError, struct.error) as error:
                 raise _unusable(folder, error) from error
             self._held = held.pop_all()
@@ -230,8 +233,14 @@ class RecordStore:
     def _remove_unfinished(self) -> None:
         shutil.rmtree(self._folder / _NEW, ignore_errors=True)
 
+    def _begin(self, extent_bytes: int | None, map_bytes: int) -> None:
+        self._open(self._folder / "records", map_bytes)
+        self.extent_bytes = self._sign(extent_bytes)
+        self.history = self._history()
+
     def _close_records(self) -> None:
-        self._env.close()
+        if self._env is not None:
+            self._env.close()
 
     def _open(self, path: Path, map_bytes: int) -> None:
         self._env = _open(path, map_bytes)
@@ -388,7 +397,7 @@ def _damage(folder: Path) -> str:
 _CORRUPT = 4
 _DEATHS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 _READ_ALL = """
-import os, sys
+import mmap, os, struct, sys
 import lmdb
 
 def complain(kind, error, trace):
@@ -400,6 +409,14 @@ def complain(kind, error, trace):
 
 sys.excepthook = complain
 there = os.path.getsize(os.path.join(sys.argv[1], "data.mdb"))
+with open(os.path.join(sys.argv[1], "data.mdb"), "rb") as file:
+    # LMDB takes damaged numbers of its first two pages for another version, or a lack of memory.
+    first, second = (file.read(min(mmap.PAGESIZE, 1 << 15)) + bytes(144) for _ in range(2))
+    heads = [struct.unpack_from("<II112xQ", page, 16) for page in (first, second)]
+    if heads[0][:2] != heads[1][:2]:
+        raise lmdb.CorruptedError("its first pages differ in their versions")
+    if there < 4096 * (1 + max(last for _, _, last in heads)):
+        raise lmdb.CorruptedError("the file is shorter than its first pages say")
 room = there + (64 << 20)  # to write, where no page is free
 with lmdb.open(sys.argv[1], map_size=room, max_dbs=8, lock=False) as env, env.begin(write=True) as txn:
     nbytes = (env.info()["last_pgno"] + 1) * env.stat()["psize"]

@@ -685,6 +685,43 @@ class TestOpening:
         assert keys_of(again.load().blocks) == [b"kept"]
         again.close()
 
+    @pytest.mark.parametrize("bit", [8 * 23 + 5, 8 * 141 + 3, 8 * 143])
+    @pytest.mark.parametrize("page", [0, 1])
+    def test_records_with_a_damaged_header_are_moved_aside(
+        self, tmp_path: Path, page: int, bit: int, answers: Answers
+    ) -> None:
+        """A flipped bit of its version is no other version, and one of its size no lack of memory."""
+        journal = Journal.open(tmp_path, MIB)
+        journal.put(batch(b"lost"), NOTHING_TO_SYNC, answers.named("put"))
+        journal.close()
+        data = tmp_path / "records" / "data.mdb"
+        raw = bytearray(data.read_bytes())
+        raw[4096 * page + bit // 8] ^= 1 << bit % 8
+        data.write_bytes(raw)
+        again = Journal.open(tmp_path, MIB)
+        [problem] = again.problems
+        assert "corrupt records" in problem
+        again.close()
+
+    def test_records_whose_damage_shows_when_they_are_opened_are_moved_aside(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        Journal.open(tmp_path, MIB).close()
+        damage = iter([lmdb.PageNotFoundError("mdb_dbi_open: Requested page not found")])
+        history = RecordStore._history
+
+        def broken(store: RecordStore) -> History:
+            for error in damage:
+                raise error
+            return history(store)
+
+        monkeypatch.setattr(RecordStore, "_history", broken)
+        again = Journal.open(tmp_path, 2 * MIB)
+        [problem] = again.problems
+        assert "corrupt records (PageNotFoundError: mdb_dbi_open" in problem
+        assert again.extent_bytes == 2 * MIB
+        again.close()
+
     @pytest.mark.parametrize("name", [b"format", b"extent_bytes"])
     def test_records_with_a_damaged_signature_are_moved_aside(self, tmp_path: Path, name: bytes) -> None:
         Journal.open(tmp_path, MIB).close()
@@ -694,7 +731,7 @@ class TestOpening:
             RecordStore(tmp_path, None, 64 << 20)
         again = Journal.open(tmp_path, 2 * MIB)
         [problem] = again.problems
-        assert "corrupt records (the signature" in problem
+        assert "corrupt records (error: unpack requires a buffer of 8 bytes)" in problem
         assert again.extent_bytes == 2 * MIB
         again.close()
 
