@@ -137,8 +137,11 @@ def test_damaged_records_never_keep_a_daemon_from_serving(
     folder = tmp_path / "nvme"
     shutil.copytree(pristine, folder)
     DAMAGE[name](folder / "records" / "data.mdb", random.Random(name))
-    _survives(folder, keys)  # or dies once, as LMDB does where it meets a damaged page while writing
-    assert _survives(folder, keys)
+    # LMDB may die where it changes a damaged page. After two deaths, the records are written anew.
+    survived = [_survives(folder, keys), _survives(folder, keys)]
+    while not all(survived[-2:]):
+        survived.append(_survives(folder, keys))
+        assert survived.count(False) <= 2
 
 
 REFUSED = ("holds format", "a history of generations", "move the folder away to start empty")

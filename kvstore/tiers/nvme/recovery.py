@@ -47,6 +47,7 @@ def recover(journal: Journal, slabs: Slabs, count: int, keys: TenantKeys) -> Rec
     loaded = journal.load()
     if len(loaded.damaged):
         _log.error("%d records are damaged: their blocks are lost", len(loaded.damaged))
+    if len(loaded.damaged) or loaded.suspect:
         journal.renew(loaded)
     if keys.changed:
         loaded = _without(journal, slabs, loaded, keys.changed)

@@ -57,6 +57,9 @@ Formats 2 and 3 have one generation, a number. Format 2 has one tenant and no na
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _LOCK_FILE_BYTES = 8192  # of LMDB, for 126 readers
+_DEATHS_AT = 20
+"""The byte of the lock file, behind the process id, that counts daemons which died in a commit."""
+_MOST_DEATHS = 2  # one may be a kill or a power cut
 _DAMAGE = (
     struct.error, lmdb.CorruptedError, lmdb.InvalidError, lmdb.PageNotFoundError, lmdb.PageFullError,
     lmdb.CursorFullError, lmdb.IncompatibleError, lmdb.BadDbiError,
@@ -116,7 +119,7 @@ class Namespace:
 class Loaded:
     """All records of a folder. `extents` has the slot size of each extent, `owners` its tenant.
 
-    `damaged` has what is no valid record of a block.
+    `damaged` has what is no valid record of a block. `suspect`: daemons died while they changed records.
     """
 
     namespaces: dict[int, Namespace]
@@ -124,6 +127,7 @@ class Loaded:
     owners: dict[int, str]
     blocks: Blocks
     damaged: Damaged
+    suspect: bool = False
 
 
 class RecordStore:
@@ -147,8 +151,12 @@ class RecordStore:
                 raise TierError(
                     f"{folder} holds no records of a kvstore daemon", "name the folder of nvme.path"
                 )
-            held.callback(os.close, _lock(folder))
-            self._remove_unfinished()
+            self._lock_fd = _lock(folder)
+            held.callback(os.close, self._lock_fd)
+            digit = os.pread(self._lock_fd, 1, _DEATHS_AT)
+            self._deaths = int(digit) if digit.isdigit() else 0
+            if extent_bytes is not None:
+                self._remove_unfinished()
             why = _damage(folder)
             if why and extent_bytes is None:
                 hint = "the next daemon moves them aside and starts empty"
@@ -184,7 +192,7 @@ class RecordStore:
         damaged.others = bad_namespaces + bad_extents
         sizes = {extent: size for extent, (size, _) in extents.items()}
         owners = {extent: owner for extent, (_, owner) in extents.items()}
-        return Loaded(namespaces, sizes, owners, blocks, damaged)
+        return Loaded(namespaces, sizes, owners, blocks, damaged, self._deaths >= _MOST_DEATHS)
 
     def _decoded(
         self, pairs: Iterable[tuple[bytes, bytes]], decode: Callable[[bytes], T]
@@ -202,8 +210,8 @@ class RecordStore:
     def renew(self, loaded: Loaded) -> None:
         """Replaces all records by those loaded, at once, also if it crashes. No other call may run.
 
-        Damaged records are a sign that the file is damaged, and LMDB may crash when it changes a damaged
-        page, at this start and at each later one. If there is no room for a new file, the old one stays.
+        LMDB may crash when it changes a damaged page, in each daemon anew. Damaged records are a sign of
+        that, and so are daemons that died in commits. If there is no room for a new file, the old one stays.
         """
         records, new = self._folder / "records", self._folder / _NEW
         meta = {b"extent_bytes": NUMBER.pack(self.extent_bytes), GENERATIONS: self._history().pack()}
@@ -223,12 +231,18 @@ class RecordStore:
             self._env.close()
             (new / "data.mdb").replace(records / "data.mdb")
             sync_folder(records)
+            self._deaths = 0
+            self._note_deaths(0)
         except (lmdb.Error, OSError) as error:
             _log.error("%s: damaged records were not replaced: %s", self._folder, error)
         finally:
             self._env.close()
             self._remove_unfinished()
             self._open(records, map_bytes)
+
+    def _note_deaths(self, deaths: int) -> None:
+        with contextlib.suppress(OSError):
+            os.pwrite(self._lock_fd, b"%d" % min(deaths, 9), _DEATHS_AT)
 
     def _remove_unfinished(self) -> None:
         shutil.rmtree(self._folder / _NEW, ignore_errors=True)
@@ -266,16 +280,20 @@ class RecordStore:
     def _transact(self, change: Callable[[Any], None]) -> None:
         """Commits one transaction. Repeats it with a larger map if the map is full."""
         while True:
-            try:
-                with self._turn, self._env.begin(write=True) as txn:
-                    change(txn)
-                return
-            except lmdb.MapFullError:
-                with self._turn:
+            with self._turn:
+                self._note_deaths(self._deaths + 1)
+                try:
+                    with self._env.begin(write=True) as txn:
+                        change(txn)
+                    return
+                except lmdb.MapFullError:
                     self._env.set_mapsize(2 * self._env.info()["map_size"])
+                finally:
+                    self._note_deaths(self._deaths)
 
     def close(self) -> None:
         """Closes the environment, then unlocks the folder. A second call does nothing."""
+        self._lock_fd = -1
         self._held.close()
 
     def _move_aside(self, why: str) -> None:
@@ -397,7 +415,7 @@ def _damage(folder: Path) -> str:
 _CORRUPT = 4
 _DEATHS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 _READ_ALL = """
-import mmap, os, struct, sys
+import os, struct, sys
 import lmdb
 
 def complain(kind, error, trace):
@@ -410,13 +428,16 @@ def complain(kind, error, trace):
 sys.excepthook = complain
 there = os.path.getsize(os.path.join(sys.argv[1], "data.mdb"))
 with open(os.path.join(sys.argv[1], "data.mdb"), "rb") as file:
-    # LMDB takes damaged numbers of its first two pages for another version, or a lack of memory.
-    first, second = (file.read(min(mmap.PAGESIZE, 1 << 15)) + bytes(144) for _ in range(2))
-    heads = [struct.unpack_from("<II112xQ", page, 16) for page in (first, second)]
-    if heads[0][:2] != heads[1][:2]:
-        raise lmdb.CorruptedError("its first pages differ in their versions")
-    if there < 4096 * (1 + max(last for _, _, last in heads)):
-        raise lmdb.CorruptedError("the file is shorter than its first pages say")
+    start = file.read(1 << 16) + bytes(1 << 16)
+# LMDB takes damaged numbers of its first two pages for another version, or a lack of memory.
+[page_bytes] = struct.unpack_from("<I", start, 40)
+if page_bytes not in (1 << 12, 1 << 13, 1 << 14, 1 << 15):
+    raise lmdb.CorruptedError(f"pages of {page_bytes} bytes")
+versions, last = zip(*(struct.unpack_from("<Q112xQ", start, at + 16) for at in (0, page_bytes)))
+if versions[0] != versions[1]:
+    raise lmdb.CorruptedError("its first pages differ in their versions")
+if there < page_bytes * (1 + max(last)):
+    raise lmdb.CorruptedError("the file is shorter than its first pages say")
 room = there + (64 << 20)  # to write, where no page is free
 with lmdb.open(sys.argv[1], map_size=room, max_dbs=8, lock=False) as env, env.begin(write=True) as txn:
     nbytes = (env.info()["last_pgno"] + 1) * env.stat()["psize"]

@@ -38,6 +38,19 @@ def places(*keys: bytes, ns: int = 1) -> Any:
 
 
 SLOTS: dict[tuple[int, bytes], int] = {}
+ROOT = str(Path(kvstore.__file__).parents[1])
+DIES_IN_A_COMMIT = """
+import os, signal, sys
+from pathlib import Path
+from kvstore.tiers.nvme.store import RecordStore
+
+def die(_=None):
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+store = RecordStore(Path(sys.argv[1]), 1 << 20, 1 << 24)
+store._transact(die if not sys.argv[2:] else lambda txn: None)
+die()
+"""
 
 
 def batch(
@@ -684,6 +697,42 @@ class TestOpening:
         again = Journal.open(tmp_path, MIB)
         assert keys_of(again.load().blocks) == [b"kept"]
         again.close()
+
+    def test_records_in_whose_commits_two_daemons_died_are_written_anew(
+        self, tmp_path: Path, answers: Answers
+    ) -> None:
+        """LMDB crashes where it changes a damaged page: as a daemon that dies in a commit is killed there."""
+        journal = Journal.open(tmp_path, MIB)
+        journal.put(batch(b"kept"), NOTHING_TO_SYNC, answers.named("put"))
+        journal.close()
+        command = [sys.executable, "-c", DIES_IN_A_COMMIT, str(tmp_path)]
+        for suspect in (False, True):
+            died = subprocess.run(command, env=os.environ | {"PYTHONPATH": ROOT}, check=False)
+            assert died.returncode == -signal.SIGSEGV
+            journal = Journal.open(tmp_path, MIB)
+            loaded = journal.load()
+            assert loaded.suspect == suspect
+            journal.put(batch(b"more"), NOTHING_TO_SYNC, answers.named("more"))
+            journal.close()
+        journal = Journal.open(tmp_path, MIB)
+        before = (tmp_path / "records" / "data.mdb").stat().st_ino
+        journal.renew(journal.load())
+        assert (tmp_path / "records" / "data.mdb").stat().st_ino != before
+        assert not journal.load().suspect
+        assert sorted(keys_of(journal.load().blocks)) == [b"kept", b"more"]
+        journal.close()
+        again = RecordStore(tmp_path, MIB, 64 << 20)
+        assert not again.load().suspect
+        again.close()
+
+    def test_a_kill_outside_of_commits_says_nothing_about_the_records(self, tmp_path: Path) -> None:
+        for _ in range(3):
+            command = [sys.executable, "-c", DIES_IN_A_COMMIT, str(tmp_path), "after it"]
+            died = subprocess.run(command, env=os.environ | {"PYTHONPATH": ROOT}, check=False)
+            assert died.returncode == -signal.SIGSEGV
+        store = RecordStore(tmp_path, MIB, 64 << 20)
+        assert not store.load().suspect
+        store.close()
 
     @pytest.mark.parametrize("bit", [8 * 23 + 5, 8 * 141 + 3, 8 * 143])
     @pytest.mark.parametrize("page", [0, 1])
