@@ -114,6 +114,16 @@ def reports(stages: list[Stage]) -> Reports:
     return told
 
 
+def loading(client: Client, scheduler: SchedulerHalf, stages: list[Stage], request: FakeRequest) -> Step:
+    """The step that loads a request's blocks, which all stages have stored."""
+    for stage in stages:
+        store(client, stage.layout, request.block_hashes)
+    tokens = len(request.block_hashes) * BLOCK_TOKENS
+    assert scheduler.matched(request, 0) == tokens
+    scheduler.admit(request, request, tokens)
+    return step(scheduler, request)
+
+
 def test_every_stage_and_rank_is_asked() -> None:
     """With latent attention all ranks of a stage have the same blocks, which are asked for once."""
     for latent in (False, True):
@@ -156,12 +166,8 @@ def test_a_load_that_fails_in_one_stage_is_computed_by_all(
     client: Client, scheduler: SchedulerHalf, stages: list[Stage], reports: Reports, failing: int
 ) -> None:
     keys = names(3)
-    for stage in stages:
-        store(client, stage.layout, keys)
     request = FakeRequest("r", keys, blocks=[11, 12, 13])
-    assert scheduler.matched(request, 0) == 3 * 32
-    scheduler.admit(request, request, 3 * 32)
-    orders = step(scheduler, request)
+    orders = loading(client, scheduler, stages, request)
     # A page of FakePages with this number cannot be filled.
     [load] = orders.loads
     there = replace(load, parts=[replace(load.parts[0], block_ids=[11, 12, 14])])
@@ -184,13 +190,7 @@ def test_a_load_that_fails_in_one_stage_is_computed_by_all(
 def test_a_request_waits_for_the_slower_stage(
     client: Client, scheduler: SchedulerHalf, stages: list[Stage], reports: Reports
 ) -> None:
-    keys = names(3)
-    for stage in stages:
-        store(client, stage.layout, keys)
-    request = FakeRequest("r", keys, blocks=[1, 2, 3])
-    assert scheduler.matched(request, 0) == 3 * 32
-    scheduler.admit(request, request, 3 * 32)
-    orders = step(scheduler, request)
+    orders = loading(client, scheduler, stages, FakeRequest("r", names(3), blocks=[1, 2, 3]))
     stages[0].begin(orders)
     eventually(lambda: stages[0].worker.moved() == orders.number)
     assert not reports().finished_recving
