@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 # Before anything prints: answers have the real stdout, everything else goes where stderr goes.
@@ -25,6 +26,7 @@ os.dup2(2, 1)
 import torch  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
+from vllm.distributed.device_communicators import shm_broadcast  # noqa: E402
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group, kv_transfer_state  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (  # noqa: E402
     OffloadingConnector,
@@ -39,6 +41,10 @@ from kvstore.errors import UnavailableError  # noqa: E402
 from kvstore_vllm import weights  # noqa: E402
 from kvstore_vllm.connector import KVStoreConnector  # noqa: E402
 from kvstore_vllm.metrics import Figures  # noqa: E402
+
+# vLLM's processes spin while they wait for each other. If they are more than the cores, the daemon and other
+# tests get no core for seconds. Workers import this module too.
+shm_broadcast.sched_yield = partial(time.sleep, 0.0005)
 
 
 class Served:
