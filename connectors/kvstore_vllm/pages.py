@@ -6,10 +6,10 @@ A stored block is a sequence of pages (vLLM's blocks). A page is the sequence of
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -41,10 +41,15 @@ class Pages(Protocol):
         """
 
 
-def check_covered(kv_caches: Iterable[str], groups: Sequence[Sequence[str]]) -> None:
-    """Raises ConfigError if a layer with a KV cache is in no group, or a layer of a group has none."""
-    layers = [name for group in groups for name in group]
-    if alone := sorted(set(kv_caches).symmetric_difference(layers)):
+def check_covered(kv_caches: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> None:
+    """Raises ConfigError if a layer with a KV cache is in no group, or a layer of a group has none.
+
+    A layer that reads the cache of another layer has none of its own: vLLM lists the same tensor for both.
+    """
+    layers = {name for group in groups for name in group}
+    stored = {id(kv_caches[name]) for name in layers & kv_caches.keys()}
+    own = {name for name, cache in kv_caches.items() if name in layers or id(cache) not in stored}
+    if alone := sorted(own ^ layers):
         raise ConfigError(
             f"layer {alone[0]} has a KV cache without a group, or a group without a KV cache",
             "this kind of model is not served: leave out the connector",

@@ -81,6 +81,8 @@ class Served:
         return start_s, time.perf_counter() - began_s
 
     def _clean_up(self) -> None:
+        # A start that has failed leaves its connector to the next engine.
+        kv_transfer_state.ensure_kv_transfer_shutdown()
         gc.collect()
         cleanup_dist_env_and_memory()
 

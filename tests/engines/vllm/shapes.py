@@ -74,6 +74,19 @@ LATENT = {
 }
 
 
+def gemma4(layers: list[str], **more: Any) -> Shape:
+    """Heads of full attention are larger, and blocks have the same bytes: a window's has more tokens."""
+    config = {
+        "num_hidden_layers": len(layers),
+        "layer_types": layers,
+        "sliding_window": 64,
+        "global_head_dim": 64,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": VOCABULARY,
+    }
+    return Shape("Gemma4Text", config | more, {"block_size": 32}, model="Gemma4ForCausalLM")
+
+
 def phi(window: int | None) -> Shape:
     rope = {
         "rope_type": "longrope",
@@ -86,6 +99,7 @@ def phi(window: int | None) -> Shape:
     return Shape("Phi3", more, sizes=NO_HEAD_DIM)
 
 
+WINDOW, FULL = "sliding_attention", "full_attention"
 SHAPES = {
     "llama": Shape("Llama", {"num_key_value_heads": 4}),
     "grouped queries": Shape("Qwen3", {}),
@@ -99,7 +113,7 @@ SHAPES = {
         "Gemma3Text",
         {
             "sliding_window": 64,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "layer_types": [WINDOW, FULL] * 2,
             "query_pre_attn_scalar": 32,
         },
         model="Gemma3ForCausalLM",
@@ -110,10 +124,27 @@ SHAPES = {
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
             "sliding_window": 64,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "layer_types": [WINDOW, FULL] * 2,
         },
         {"dtype": "bfloat16"},
     ),
+    "shared KV": Shape(
+        "Gemma3nText",
+        {
+            "num_hidden_layers": 6,
+            "num_kv_shared_layers": 3,
+            "layer_types": [WINDOW, WINDOW, FULL] * 2,
+            "sliding_window": 64,
+            "intermediate_size": [256] * 6,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "laurel_rank": 8,
+            "tie_word_embeddings": True,
+        },
+        model="Gemma3nForCausalLM",
+    ),
+    "two block sizes": gemma4([WINDOW, FULL] * 2),
+    "two block sizes and shared KV": gemma4([WINDOW, WINDOW, FULL] * 2, num_kv_shared_layers=3),
     "latent": Shape("DeepseekV2", LATENT | {"q_lora_rank": None}, sizes=NO_HEAD_DIM),
     "latent queries": Shape(
         "DeepseekV3",
@@ -131,7 +162,7 @@ SHAPES = {
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 64,
             "shared_expert_intermediate_size": 64,
-            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "layer_types": ["linear_attention", FULL] * 2,
         },
         {"dtype": "bfloat16"},
     ),
@@ -158,7 +189,7 @@ SHAPES = {
             "num_experts_per_tok": 1,
             "interleave_moe_layer_step": 1,
             "intermediate_size_mlp": 256,
-            "layer_types": ["chunked_attention", "full_attention"] * 2,
+            "layer_types": ["chunked_attention", FULL] * 2,
             "no_rope_layers": [1, 0, 1, 0],
         },
         model="Llama4ForCausalLM",
@@ -166,7 +197,7 @@ SHAPES = {
     "short convolutions": Shape(
         "Lfm2",
         {
-            "layer_types": ["conv", "full_attention"] * 2,
+            "layer_types": ["conv", FULL] * 2,
             "block_dim": 128,
             "conv_dim": 128,
             "conv_dim_out": 128,
@@ -178,7 +209,7 @@ SHAPES = {
     "short convolutions and experts": Shape(
         "Lfm2Moe",
         {
-            "layer_types": ["conv", "full_attention"] * 2,
+            "layer_types": ["conv", FULL] * 2,
             "num_dense_layers": 1,
             "num_experts": 4,
             "num_experts_per_tok": 2,

@@ -34,7 +34,7 @@ KV_BYTES = 64 << 20
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     names = (
         "llama", "interleaved windows", "sinks", "chunks", "linear attention", "short convolutions", "latent",
-        "encoder and decoder", "bidirectional",
+        "encoder and decoder", "bidirectional", "two block sizes and shared KV",
     )  # fmt: skip
     return {name: SHAPES[name].save(tmp_path_factory.mktemp("shape")) for name in names}
 
@@ -64,8 +64,9 @@ def report_of(folder: Path, name: str, *more: str, shards: int = 1) -> Report:
 
 @pytest.mark.parametrize(
     "name",
-    ["llama", "interleaved windows", "sinks", "chunks", "linear attention", "short convolutions", "latent"],
-)
+    ["llama", "interleaved windows", "sinks", "chunks", "linear attention", "short convolutions", "latent",
+     "two block sizes and shared KV"],
+)  # fmt: skip
 def test_groups_are_those_of_an_engine(process: Engine, folders: dict[str, Path], name: str) -> None:
     """An engine without the connector, so that refused models start as well."""
     process.restart(model=str(folders[name]), **options(name))
@@ -82,7 +83,9 @@ def assert_groups(engine: Engine, folder: Path, name: str, shards: int = 1) -> N
     assert (stage.page_bytes, KV_BYTES // stage.page_bytes) == (decided["page_bytes"], decided["blocks"])
 
 
-@pytest.mark.parametrize("name", ["llama", "interleaved windows", "chunks", "linear attention"])
+@pytest.mark.parametrize(
+    "name", ["llama", "interleaved windows", "chunks", "linear attention", "two block sizes and shared KV"]
+)
 def test_a_prompt_is_stored_in_the_blocks_that_the_check_tells(
     process: Engine, folders: dict[str, Path], name: str
 ) -> None:

@@ -29,6 +29,8 @@ MODES: dict[str, dict[str, Any]] = {
     "LoRA": {"enable_lora": True, "max_lora_rank": 8},
     "sync": {"async_scheduling": False},
     "embeddings": {"enable_prompt_embeds": True},
+    # Layers that share KV compute the last token of a prompt only.
+    "fast prefill": {"kv_sharing_fast_prefill": True},
     "8-bit weights": {"dtype": "bfloat16"},
     "scaled FP8 KV": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
 }
@@ -57,6 +59,8 @@ CELLS = [
     *((shape, "LoRA") for shape in ("llama", "grouped queries", "long rope", *WINDOWED[:3])),
     ("linear attention", "FP8 KV"),
     ("linear attention", "large pieces"),
+    *(("two block sizes", mode) for mode in ("two shards", "FP8 KV", "pieces")),
+    ("two block sizes and shared KV", "fast prefill"),
     *((shape, "embeddings") for shape in ("llama", WINDOWS)),
     ("llama", "8-bit weights"),
     ("llama", "scaled FP8 KV"),

@@ -11,7 +11,7 @@ from kvstore import Client, Layout, PagedLayer
 from kvstore.cuda.device import Gpu, uuids
 from kvstore.errors import ConfigError
 from kvstore.lab.local_daemon import LocalDaemon
-from kvstore_vllm.pages import SKIPPED, DevicePages, DirectPages, _rows, pages_of
+from kvstore_vllm.pages import SKIPPED, DevicePages, DirectPages, _rows, check_covered, pages_of
 from tests.cuda.faking import fake_cuda
 from tests.daemons import eventually, names
 
@@ -112,6 +112,14 @@ def test_kernel_blocks_smaller_than_the_engines_are_joined() -> None:
 def test_layers_that_share_their_memory_are_one() -> None:
     cache = torch.zeros(SHAPE)
     assert pages_of({"a": cache, "b": cache}, BLOCKS).block_bytes == cache[0].nbytes
+
+
+def test_a_layer_without_a_group_must_read_the_cache_of_one_with_a_group() -> None:
+    cache = torch.zeros(SHAPE)
+    check_covered({"a": cache, "b": cache}, [["a"]])
+    for caches, alone in (({"a": cache, "b": cache.clone()}, "b"), ({"b": cache}, "a")):
+        with pytest.raises(ConfigError, match=f"layer {alone} has a KV cache without a group, or a group"):
+            check_covered(caches, [["a"]])
 
 
 def test_padding_behind_a_state_is_not_stored() -> None:

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from kvstore import Client
 from kvstore.lab.local_daemon import LocalDaemon
-from tests.engines.vllm.engine import Engine, cached, connector, full_blocks, prompt, said
+from tests.engines.vllm.engine import Engine, cached, connector, farthest, full_blocks, prompt, said
 from tests.engines.vllm.shapes import SHAPES
-from tests.engines.vllm.stored import answers_from_the_store
+from tests.engines.vllm.stored import answers_from_the_store, blocks_of
 
 FIRST = prompt(800, 497)
 PROMPTS = {
@@ -67,6 +68,8 @@ def arguments(name: str, folder: Path, block_tokens: int) -> dict[str, Any]:
         # A prefix that ends with a chunk of attention needs no block of it.
         ("chunks", 32, 257, 300),
         ("chunks", 64, 300, 300),
+        ("shared KV", 32, 0, 300),
+        ("two block sizes and shared KV", 64, 0, 300),
     ],
 )
 def test_hits_change_nothing(
@@ -101,6 +104,39 @@ def test_hits_change_nothing(
     asks(other, "third", third or 1)
     asks(one, "third", 497)
     assert answers_from_the_store(one, own, FIRST)
+
+
+def test_blocks_of_two_sizes(processes: list[Engine], own: LocalDaemon, tmp_path: Path) -> None:
+    """The reference is an engine whose own cache holds the same prefix: here vLLM computes other bits behind
+    a prefix than without one. A block that is lost in any group changes the answer no more than that.
+    """
+    options = arguments("two block sizes", tmp_path, 32)
+    one, other = processes
+    other.restart(**options)
+    specs = [spec for _, spec in other("kv_cache_config")["groups"]]
+    assert ["block_size=64" in each for each in specs] == [True, False]
+    order = ["first", "first", "second", "third"]
+    expected = [other.generate([PROMPTS[each]]) for each in order]
+    assert [cached(each) for each in expected] == [[0], [full_blocks(497, 64)], [0], [full_blocks(300, 64)]]
+    for engine in processes:
+        engine.restart(**options | connector(own, weights_revision=tmp_path.name))
+    for which, engine, own_cache in zip(order, (one, other, one, other), expected, strict=True):
+        answer = engine.fresh([PROMPTS[which]])
+        assert (said(answer), cached(answer)) == (said(own_cache), cached(own_cache))
+    assert answers_from_the_store(one, own, FIRST)
+    with Client(own.url, deadline_s=10.0) as client:
+        for group in range(one("groups")):
+            asked = prompt(810 + group, 497)
+            answers = [one.fresh([asked]) for _ in range(2)]
+            assert cached(answers[1]) == [full_blocks(497, 64)]
+            keys, namespace = blocks_of(one, client, asked, group)
+            # The last small block is behind the end of the last large one.
+            lost = keys[-2:]
+            assert namespace.invalidate(lost) == len(lost) > 0
+            answer = one.fresh([asked])
+            assert cached(answer)[0] < full_blocks(497, 64)
+            assert min(farthest(said(answer), said(each)) for each in answers) < 1e-4
+    assert one("failures") == other("failures") == {}
 
 
 @pytest.mark.parametrize(
