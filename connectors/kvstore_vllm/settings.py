@@ -47,13 +47,19 @@ SERVED_GROUPS = {
     "role": KVCacheGroupRole.DEFAULT,
 }
 """The served properties of a group of layers. vLLM drops the last block of a hit if a group has a draft."""
+SERVED_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
+"""The served values of --kv-cache-dtype, beside the model's dtype. Some others keep scales beside the pages.
+
+vLLM's CPU kernels accept all, but write values of the model's size into pages for smaller ones, and so over
+pages of other blocks.
+"""
 SERVED_DRAFTS: dict[str, dict[str, Any]] = {
     "ngram": {},
     "ngram_gpu": {},
-    "draft_model": {"parallel_drafting": False, "use_heterogeneous_vocab": False},
-    "eagle": {"parallel_drafting": False},
-    "eagle3": {"parallel_drafting": False},
-    "mtp": {"parallel_drafting": False},
+    "draft_model": {"kv_cache_dtype": None, "parallel_drafting": False, "use_heterogeneous_vocab": False},
+    "eagle": {"kv_cache_dtype": None, "parallel_drafting": False},
+    "eagle3": {"kv_cache_dtype": None, "parallel_drafting": False},
+    "mtp": {"kv_cache_dtype": None, "parallel_drafting": False},
 }
 """The served methods of speculative decoding, and the served values of their options."""
 HINTS = {
@@ -235,6 +241,12 @@ def _refusals_of_blocks(config: Any, groups: Sequence[Any]) -> Iterator[ConfigEr
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             yield ConfigError(f"{name} is {getattr(parallel, name)}", "context parallelism is not served")
+    own = str(config.model_config.dtype).removeprefix("torch.")
+    if cache.cache_dtype not in (*SERVED_CACHE_DTYPES, own):
+        yield ConfigError(
+            f"--kv-cache-dtype is {cache.cache_dtype}, and the model's dtype is {own}",
+            f"{', '.join(SERVED_CACHE_DTYPES)} are served, and the model's dtype",
+        )
     if getattr(cache, "calculate_kv_scales", False):
         yield ConfigError(
             "calculate_kv_scales is on: another run would scale the same KV otherwise",

@@ -24,6 +24,8 @@ WINDOWS = "interleaved windows"
 MODES: dict[str, dict[str, Any]] = {
     "two shards": {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
     "FP8 KV": {"kv_cache_dtype": "fp8"},
+    "FP8 E5M2": {"kv_cache_dtype": "fp8_e5m2"},
+    "FP8 KV but for windows": {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["sliding_window"]},
     "pieces": {"max_num_batched_tokens": 96, "max_num_seqs": 2},
     "large pieces": {"max_num_batched_tokens": 600, "max_num_seqs": 2},
     "LoRA": {"enable_lora": True, "max_lora_rank": 8},
@@ -58,6 +60,8 @@ CELLS = [
     # vLLM's CPU build has no kernels for adapters of models with experts.
     *((shape, "LoRA") for shape in ("llama", "grouped queries", "long rope", *WINDOWED[:3])),
     ("linear attention", "FP8 KV"),
+    ("llama", "FP8 E5M2"),
+    (WINDOWS, "FP8 KV but for windows"),
     ("linear attention", "large pieces"),
     *(("two block sizes", mode) for mode in ("two shards", "FP8 KV", "pieces")),
     ("two block sizes and shared KV", "fast prefill"),

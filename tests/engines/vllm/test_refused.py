@@ -31,7 +31,11 @@ from kvstore_vllm.weights import weights_of
 def engine(**changes: dict[str, Any]) -> SimpleNamespace:
     """The parts of a VllmConfig that are served, with changes by part."""
     parts: dict[str, dict[str, Any]] = {
-        "cache_config": {"prefix_caching_hash_algo": "sha256", "calculate_kv_scales": False},
+        "cache_config": {
+            "prefix_caching_hash_algo": "sha256",
+            "calculate_kv_scales": False,
+            "cache_dtype": "auto",
+        },
         "parallel_config": {
             "decode_context_parallel_size": 1,
             "prefill_context_parallel_size": 1,
@@ -45,6 +49,7 @@ def engine(**changes: dict[str, Any]) -> SimpleNamespace:
             "is_hybrid": False,
             "is_encoder_decoder": False,
             "runner_type": "generate",
+            "dtype": torch.bfloat16,
         },
     }
     made = {name: SimpleNamespace(**part | changes.get(name, {})) for name, part in parts.items()}
@@ -86,6 +91,7 @@ CHUNKS = ChunkedLocalAttentionSpec(**SIZES, attention_chunk_size=64)
     "config",
     [
         engine(),
+        *(engine(cache_config={"cache_dtype": each}) for each in ("bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")),
         *(engine(speculative_config=draft(each)) for each in ("ngram", "eagle", "eagle3", "draft_model")),
     ],
 )
@@ -104,11 +110,19 @@ def test_served_engines_pass(config: Any) -> None:
             engine(parallel_config={"prefill_context_parallel_size": 4}),
             "prefill_context_parallel_size is 4 .*context parallelism",
         ),
+        *(
+            (
+                engine(cache_config={"cache_dtype": each}),
+                f"--kv-cache-dtype is {each}, and the model's dtype is bfloat16.*auto, fp8",
+            )
+            for each in ("float16", "int8_per_token_head", "fp8_ds_mla", "nvfp4", "of a later vLLM")
+        ),
         (engine(cache_config={"calculate_kv_scales": True}), "calculate_kv_scales is on.*checkpoint"),
         (engine(speculative_config=draft("dflash")), "decoding by 'dflash' is not served .*ngram.*eagle"),
         (engine(speculative_config=draft("medusa")), "decoding by 'medusa' is not served"),
         (engine(speculative_config=draft("mtp", True)), "'mtp' has several layers.*num_speculative_tokens"),
         (engine(speculative_config=draft("eagle", parallel_drafting=True)), "has parallel_drafting True"),
+        (engine(speculative_config=draft("mtp", kv_cache_dtype="fp8")), "'mtp' has kv_cache_dtype 'fp8'"),
         (
             engine(speculative_config=draft("draft_model", use_heterogeneous_vocab=True)),
             "has use_heterogeneous_vocab True",
@@ -338,6 +352,7 @@ def test_engines_with_a_cpu_tier_pass() -> None:
         (tiered(speculative_config=draft("eagle")), groups(FULL), "'eagle' keeps KV of a draft"),
         (tiered(parallel_config={"decode_context_parallel_size": 2}), groups(FULL), "decode_context.* is 2"),
         (tiered(cache_config={"calculate_kv_scales": True}), groups(FULL), "calculate_kv_scales is on"),
+        (tiered(cache_config={"cache_dtype": "nvfp4"}), groups(FULL), "--kv-cache-dtype is nvfp4"),
         (tiered(model_config={"runner_type": "pooling"}), groups(FULL), "has a pooler"),
         (tiered(), groups(), "has no KV cache"),
         (tiered(), groups(MLAAttentionSpec(**SIZES, cache_dtype_str="auto")), "latent attention"),

@@ -153,6 +153,16 @@ def test_models_without_a_proof_of_exact_restore_are_refused(
         processes[0].restart(**arguments(name, tmp_path, block_tokens) | connector(own))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8_per_token_head"])
+def test_values_of_another_size_than_the_models_are_refused(
+    processes: list[Engine], own: LocalDaemon, tmp_path: Path, dtype: str
+) -> None:
+    """vLLM's CPU kernels write values of 4 bytes into these pages, over pages of other blocks."""
+    options = arguments("llama", tmp_path, 32) | {"kv_cache_dtype": dtype}
+    with pytest.raises(RuntimeError, match=f"(?s)ConfigError.*--kv-cache-dtype is {dtype}, and the model's"):
+        processes[0].restart(**options | connector(own))
+
+
 def test_rope_factors_of_the_longest_prompt_change_the_namespace(
     processes: list[Engine], own: LocalDaemon, tmp_path: Path
 ) -> None:
