@@ -171,7 +171,7 @@ def check_engine(config: Any, kv_cache_config: Any, settings: ConnectorSettings)
 def refusals(config: Any, kv_cache_config: Any, settings: ConnectorSettings) -> Iterator[ConfigError]:
     """Yields every reason why the blocks of an engine cannot be named, found again or restored."""
     transfer = config.kv_transfer_config
-    yield from _refusals_of_blocks(config, kv_cache_config.kv_cache_groups)
+    yield from _refusals_of_blocks(config, kv_cache_config)
     if transfer.is_kv_consumer and transfer.kv_load_failure_policy != "recompute":
         yield ConfigError(
             f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}: a block that is lost would fail "
@@ -190,7 +190,7 @@ def check_tiered_engine(config: Any, kv_cache_config: Any) -> None:
 
     vLLM gives a tier the block hashes of a request, but neither its adapter nor its images.
     """
-    for refusal in _refusals_of_blocks(config, kv_cache_config.kv_cache_groups):
+    for refusal in _refusals_of_blocks(config, kv_cache_config):
         raise refusal
     if config.speculative_config is not None and config.speculative_config.uses_draft_kv_cache():
         raise ConfigError(
@@ -223,9 +223,9 @@ def check_tiered_engine(config: Any, kv_cache_config: Any) -> None:
         )
 
 
-def _refusals_of_blocks(config: Any, groups: Sequence[Any]) -> Iterator[ConfigError]:
+def _refusals_of_blocks(config: Any, kv_cache_config: Any) -> Iterator[ConfigError]:
     """Yields why the blocks of an engine cannot be named or are not restored exactly."""
-    cache, parallel = config.cache_config, config.parallel_config
+    cache, parallel, groups = config.cache_config, config.parallel_config, kv_cache_config.kv_cache_groups
     yield from refusals_of_model(config.model_config)
     algorithm = cache.prefix_caching_hash_algo
     if algorithm.startswith("xxhash") and os.environ.get("PYTHONHASHSEED") is None:
@@ -238,6 +238,16 @@ def _refusals_of_blocks(config: Any, groups: Sequence[Any]) -> Iterator[ConfigEr
         yield ConfigError("the model has no KV cache", "nothing is there to store: leave out the connector")
     for group in groups:
         yield from _refusals_of_group(group)
+    # A state within a block has no key of its own.
+    alignment, sizes = (
+        kv_cache_config.cache_hit_alignment_tokens,
+        [g.kv_cache_spec.block_size for g in groups],
+    )
+    if alignment and any(alignment % size for size in sizes):
+        yield ConfigError(
+            f"prefixes end at multiples of {alignment} tokens, within blocks of {max(sizes)} tokens",
+            "leave out --prefix-match-unit and --mamba-block-size",
+        )
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             yield ConfigError(f"{name} is {getattr(parallel, name)}", "context parallelism is not served")

@@ -70,8 +70,9 @@ def draft(method: str, several: bool = False, **more: Any) -> Any:
     )
 
 
-def groups(*specs: Any, **more: Any) -> SimpleNamespace:
-    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, **more) for spec in specs])
+def groups(*specs: Any, alignment: int | None = None, **more: Any) -> SimpleNamespace:
+    made = [SimpleNamespace(kv_cache_spec=spec, **more) for spec in specs]
+    return SimpleNamespace(kv_cache_groups=made, cache_hit_alignment_tokens=alignment)
 
 
 SIZES = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
@@ -138,6 +139,14 @@ def test_served_engines_pass(config: Any) -> None:
 def test_engines_without_identity_or_exact_restore_are_refused(config: Any, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         check_engine(config, groups(FULL), ConnectorSettings())
+
+
+def test_prefixes_that_end_within_blocks_are_refused() -> None:
+    large = SlidingWindowSpec(**SIZES | {"block_size": 32}, sliding_window=64)
+    check_engine(engine(), groups(FULL, large, alignment=32), ConnectorSettings())
+    for kinds in (groups(FULL, large, alignment=16), groups(FULL, state(), alignment=8)):
+        with pytest.raises(ConfigError, match=r"multiples of .* tokens, within blocks of .*unit"):
+            check_engine(engine(), kinds, ConnectorSettings())
 
 
 class OwnSpec(FullAttentionSpec):

@@ -153,14 +153,25 @@ def test_models_without_a_proof_of_exact_restore_are_refused(
         processes[0].restart(**arguments(name, tmp_path, block_tokens) | connector(own))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8_per_token_head"])
-def test_values_of_another_size_than_the_models_are_refused(
-    processes: list[Engine], own: LocalDaemon, tmp_path: Path, dtype: str
+@pytest.mark.parametrize(
+    ("name", "options", "why"),
+    [
+        # vLLM's CPU kernels write values of 4 bytes into these pages, over pages of other blocks.
+        ("llama", {"kv_cache_dtype": "bfloat16"}, "--kv-cache-dtype is bfloat16, and the model's"),
+        ("llama", {"kv_cache_dtype": "int8_per_token_head"}, "--kv-cache-dtype is int8_per_token_head, and"),
+        # vLLM saves states within blocks. Under the key of the block before, another prompt would load them.
+        (
+            "linear attention",
+            {"prefix_match_unit": 32},
+            "multiples of 32 tokens, within blocks of 544 tokens",
+        ),
+    ],
+)
+def test_options_that_would_restore_other_kv_are_refused(
+    processes: list[Engine], own: LocalDaemon, tmp_path: Path, name: str, options: dict[str, Any], why: str
 ) -> None:
-    """vLLM's CPU kernels write values of 4 bytes into these pages, over pages of other blocks."""
-    options = arguments("llama", tmp_path, 32) | {"kv_cache_dtype": dtype}
-    with pytest.raises(RuntimeError, match=f"(?s)ConfigError.*--kv-cache-dtype is {dtype}, and the model's"):
-        processes[0].restart(**options | connector(own))
+    with pytest.raises(RuntimeError, match=f"(?s)ConfigError.*{why}"):
+        processes[0].restart(**arguments(name, tmp_path, 32) | options | connector(own))
 
 
 def test_rope_factors_of_the_longest_prompt_change_the_namespace(
