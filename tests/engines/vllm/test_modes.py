@@ -94,9 +94,10 @@ def test_a_hit_equals_one_in_vllms_own_cache(
     [found] = cached(again := process.generate([asked], **how))
     assert found > 0
     process.restart(**options, **connector(own, load=load, weights_revision=tmp_path.name))
-    for tokens, expected in ((0, first), (found, said(again))):
-        answer = process.fresh([asked], **how)
-        assert (cached(answer), said(answer)) == ([tokens], expected)
+    cold = process.fresh([asked], **how)
+    assert (cached(cold), said(cold)) == ([0], first)
+    answer = process.hit(asked, found, **how)
+    assert (cached(answer), said(answer)) == ([found], said(again))
     assert answers_from_the_store(process, own, asked, **how)
 
 
