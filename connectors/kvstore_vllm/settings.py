@@ -278,6 +278,8 @@ def _refusals_of_draft(
     for name, served in SERVED_DRAFTS[speculative.method].items():
         if (value := getattr(speculative, name, served)) != served:
             yield ConfigError(f"{what} has {name} {value!r}", f"only {served!r} is served")
+    if speculative.use_gemma4_mtp():
+        yield ConfigError(f"{what} reads the KV of the model", "only drafts with KV of their own are served")
     if speculative.use_multi_module_mtp():
         yield ConfigError(
             f"{what} has several layers that draft", "only one is served: set num_speculative_tokens to 1"

@@ -62,6 +62,7 @@ def draft(method: str, several: bool = False, **more: Any) -> Any:
             "method": method,
             "uses_draft_kv_cache": lambda: method not in ("ngram", "medusa"),
             "use_multi_module_mtp": lambda: several,
+            "use_gemma4_mtp": lambda: False,
             "parallel_drafting": False,
             "use_heterogeneous_vocab": False,
             "draft_parallel_config": SimpleNamespace(tensor_parallel_size=1),
@@ -123,6 +124,7 @@ def test_served_engines_pass(config: Any) -> None:
         (engine(speculative_config=draft("medusa")), "decoding by 'medusa' is not served"),
         (engine(speculative_config=draft("mtp", True)), "'mtp' has several layers.*num_speculative_tokens"),
         (engine(speculative_config=draft("eagle", parallel_drafting=True)), "has parallel_drafting True"),
+        (engine(speculative_config=draft("mtp", use_gemma4_mtp=lambda: True)), "'mtp' reads the KV of the"),
         (engine(speculative_config=draft("mtp", kv_cache_dtype="fp8")), "'mtp' has kv_cache_dtype 'fp8'"),
         (
             engine(speculative_config=draft("draft_model", use_heterogeneous_vocab=True)),
