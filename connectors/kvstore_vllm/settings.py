@@ -251,6 +251,12 @@ def _refusals_of_blocks(config: Any, kv_cache_config: Any) -> Iterator[ConfigErr
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             yield ConfigError(f"{name} is {getattr(parallel, name)}", "context parallelism is not served")
+    if config.weight_transfer_config is not None:
+        yield ConfigError(
+            "weight_transfer_config is set: the weights change while the engine runs, and blocks have the "
+            "name of those at its start",
+            "leave out the connector",
+        )
     own = str(config.model_config.dtype).removeprefix("torch.")
     if cache.cache_dtype not in (*SERVED_CACHE_DTYPES, own):
         yield ConfigError(

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm.config.load import LoadConfig
+
 from kvstore import files_digest, newest_file
 from kvstore.errors import ConfigError
 
@@ -25,16 +27,26 @@ logger = logging.getLogger("vllm.kvstore")
 _BY_CONTENT = "blake3:"
 _HINT = "set weights_revision in kv_connector_extra_config"
 
+_READ_OWN_FILES = {
+    "auto", "hf", "fastsafetensors", "instanttensor", "mistral", "npcache", "pt", "runai_streamer",
+    "runai_streamer_sharded", "safetensors", "sharded_state",
+}  # fmt: skip
+"""Load formats whose weights come from the files of the model."""
+
 _AT_START_S = 0.5
 """The longest time that the start of an engine waits for a name: no engine with a GPU starts within 5 s."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The weights of one model: `name` names them, or the content of the files at `path` does."""
+    """The weights of one model: `name` names them, or the content of the files at `path` does.
+
+    `chosen`: which of the files are read, if that is not vLLM's default.
+    """
 
     name: str = ""
     path: Path | None = None
+    chosen: str = ""
 
     @property
     def by_content(self) -> bool:
@@ -53,11 +65,11 @@ class Weights:
         `background`: with the lowest priority.
         """
         if self.path is None:
-            return self.name
+            return f"{self.name}{self.chosen}"
         with _hinted():
             found = files_digest(self.path, logger, background)
         _check_unchanged(self.path, found.newest, found.changed_ns)
-        return f"{_BY_CONTENT}{found.hexdigest}"
+        return f"{_BY_CONTENT}{found.hexdigest}{self.chosen}"
 
 
 def weights_of(config: Any, given: str) -> Weights:
@@ -65,7 +77,7 @@ def weights_of(config: Any, given: str) -> Weights:
 
     Raises ConfigError if nothing names them.
     """
-    return _weights(config.model_config, config.load_config.load_format, given)
+    return _weights(config.model_config, config.load_config, given)
 
 
 def draft_of(config: Any, given: str) -> Weights | None:
@@ -79,18 +91,37 @@ def draft_of(config: Any, given: str) -> Weights | None:
     draft, load = speculative.draft_model_config, speculative.draft_load_config
     if draft.model == config.model_config.model:
         return None
-    return _weights(draft, (load or config.load_config).load_format, given)
+    return _weights(draft, load or config.load_config, given)
 
 
-def _weights(model: Any, load_format: str, given: str) -> Weights:
-    if given or load_format == "dummy":
+def _weights(model: Any, load: LoadConfig, given: str) -> Weights:
+    if given or load.load_format == "dummy":
         return Weights(given or "dummy")
+    # Of a model in an object store, the local files are its configuration alone.
+    if model.model_weights:
+        raise ConfigError(f"nothing tells which weights are in {model.model_weights!r}", _HINT)
+    if load.load_format not in _READ_OWN_FILES:
+        raise ConfigError(
+            f"with load_format {load.load_format!r} nothing tells which weights are read", _HINT
+        )
+    chosen = _chosen(load)
     if Path(model.model).exists():
-        return Weights(path=Path(model.model))
+        return Weights(path=Path(model.model), chosen=chosen)
     commit = getattr(model.hf_config, "_commit_hash", None)
     if commit:
-        return Weights(f"commit:{commit}")
+        return Weights(f"commit:{commit}", chosen=chosen)
     raise ConfigError(f"nothing tells which weights {model.model!r} has", _HINT)
+
+
+def _chosen(load: LoadConfig) -> str:
+    """Returns what selects the files to read among those of a model; empty: vLLM's default."""
+    extra, default = load.model_loader_extra_config, LoadConfig()
+    options = {
+        "load_format": load.load_format if load.load_format != default.load_format else None,
+        "ignore_patterns": load.ignore_patterns if load.ignore_patterns != default.ignore_patterns else None,
+        "pattern": extra.get("pattern") if isinstance(extra, dict) else None,
+    }
+    return "".join(f", {name} {value}" for name, value in options.items() if value is not None)
 
 
 def revision_of(weights: Sequence[Weights], background: bool = False) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config.load import LoadConfig
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -53,7 +54,8 @@ def engine(**changes: dict[str, Any]) -> SimpleNamespace:
         },
     }
     made = {name: SimpleNamespace(**part | changes.get(name, {})) for name, part in parts.items()}
-    return SimpleNamespace(**made, speculative_config=changes.get("speculative_config"))
+    others = {name: changes.get(name) for name in ("speculative_config", "weight_transfer_config")}
+    return SimpleNamespace(**made, **others)
 
 
 def draft(method: str, several: bool = False, **more: Any) -> Any:
@@ -134,6 +136,7 @@ def test_served_engines_pass(config: Any) -> None:
             engine(parallel_config={"tensor_parallel_size": 2}, speculative_config=draft("eagle3")),
             "the draft has another tensor parallelism.*draft_tensor_parallel_size to 2",
         ),
+        (engine(weight_transfer_config={}), "weight_transfer_config is set: the weights change"),
         (engine(model_config={"is_encoder_decoder": True}), "'some-model' has an encoder.*decoder alone"),
         (engine(model_config={"runner_type": "pooling"}), "'some-model' has a pooler.*that write text"),
     ],
@@ -244,8 +247,10 @@ def test_an_engine_without_prefix_caching_is_served_only_for_a_reason() -> None:
 
 def hub_model(commit: str | None, load_format: str = "auto") -> SimpleNamespace:
     """A model by its name on a hub, as vLLM describes it once its configuration is loaded."""
-    model = SimpleNamespace(model="someone/some-model", hf_config=SimpleNamespace(_commit_hash=commit))
-    return SimpleNamespace(model_config=model, load_config=SimpleNamespace(load_format=load_format))
+    model = SimpleNamespace(
+        model="someone/some-model", model_weights="", hf_config=SimpleNamespace(_commit_hash=commit)
+    )
+    return SimpleNamespace(model_config=model, load_config=LoadConfig(load_format=load_format))
 
 
 def local_model(path: Path) -> SimpleNamespace:
@@ -331,6 +336,49 @@ def test_weights_from_a_hub_are_named_by_their_commit() -> None:
     assert revision(hub_model(None, "dummy")) == "dummy"
     with pytest.raises(ConfigError, match=r"which weights 'someone/some-model' has .*set weights_revision"):
         revision(hub_model(None))
+
+
+@pytest.mark.parametrize(
+    ("model", "load", "why"),
+    [
+        (
+            {"model_weights": "s3://bucket/model"},
+            {},
+            r"which weights are in .s3://bucket/model.*weights_revision",
+        ),
+        ({}, {"load_format": "tensorizer"}, "load_format 'tensorizer' nothing tells which weights"),
+        ({}, {"load_format": "ipc_cache"}, "load_format 'ipc_cache' nothing tells"),
+        ({}, {"load_format": "of a plugin"}, "load_format 'of a plugin' nothing tells"),
+    ],
+)
+def test_weights_from_elsewhere_than_the_models_files_need_a_name(
+    model_files: Path, model: dict[str, str], load: dict[str, str], why: str
+) -> None:
+    """Two models in an object store may have the same configuration, and so the same local files."""
+    for config in (local_model(model_files), hub_model("0123abcd")):
+        vars(config.model_config).update(model)
+        vars(config.load_config).update(load)
+        with pytest.raises(ConfigError, match=why):
+            revision(config)
+        assert revision(config, "given") == "given"
+
+
+def test_which_files_are_read_is_part_of_the_name(model_files: Path) -> None:
+    """A folder may have other weights in another format."""
+    names = set()
+    for more in (
+        {},
+        {"load_format": "pt"},
+        {"ignore_patterns": ["model-b*"]},
+        {"load_format": "sharded_state", "model_loader_extra_config": {"pattern": "a-{rank}"}},
+        {"load_format": "sharded_state", "model_loader_extra_config": {"pattern": "b-{rank}"}},
+    ):
+        config = local_model(model_files)
+        config.load_config = LoadConfig(**more)
+        names.add(revision(config))
+    assert len(names) == 5
+    config.load_config = LoadConfig(model_loader_extra_config={"enable_multithread_load": True})
+    assert revision(config) == revision(local_model(model_files)) in names
 
 
 def tiered(**changes: Any) -> SimpleNamespace:
