@@ -9,6 +9,7 @@ import copy
 import os
 from collections.abc import Iterable
 from dataclasses import replace
+from importlib.metadata import entry_points, version
 from typing import Any
 
 import torch
@@ -168,13 +169,30 @@ _KERNELS = ("ONEDNN_", "DNNL_", "MKL_", "CUBLAS_", "NVIDIA_TF32_", "TORCH_ALLOW_
 """Prefixes of library variables that select kernels or precision and that vLLM does not list."""
 
 
+_PLUGINS = ("vllm.general_plugins", "vllm.platform_plugins")
+
+
 def environment() -> list[tuple[str, object]]:
-    """Returns environment variables that may select kernels: vLLM's, except `_PLACES`, and libraries'."""
+    """Returns what selects code beside the configuration: environment variables, versions and plugins.
+
+    The variables are vLLM's, except `_PLACES`, and libraries' that select kernels.
+    """
     known = [(name, value) for name, value in envs.compile_factors().items() if name not in _PLACES]
     others = [
         (name, value)
         for name, value in os.environ.items()
         if name.startswith(_KERNELS) and not name.endswith(("_NUM_THREADS", "_VERBOSE"))
     ]
-    precision = [("torch", torch.__version__), ("float32", torch.get_float32_matmul_precision())]
-    return sorted(known) + sorted(others) + precision
+    plugins = [
+        f"{each.name} {each.value} {each.dist.version if each.dist else ''}"
+        for group in _PLUGINS
+        for each in entry_points(group=group)
+    ]
+    code = [
+        ("torch", torch.__version__),
+        # vLLM reads configurations by it, and runs its code of some models.
+        ("transformers", version("transformers")),
+        ("float32", torch.get_float32_matmul_precision()),
+        ("plugins", sorted(plugins)),
+    ]
+    return sorted(known) + sorted(others) + code

@@ -141,3 +141,16 @@ def test_variables_that_select_kernels_change_the_namespace() -> None:
         ("NVIDIA_TF32_OVERRIDE", "1"),
     ):
         assert environment_of(**{name: value}) != plain, name
+
+
+def test_a_plugin_of_vllm_changes_the_namespace(tmp_path: Path) -> None:
+    """It may replace models and kernels, and so may another version of it."""
+    seen = {environment_of()}
+    for version in ("1.0", "1.1"):
+        info = tmp_path / version / "some_plugin.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Name: some-plugin\nVersion: {version}\n")
+        (info / "entry_points.txt").write_text("[vllm.general_plugins]\nsome = os:getpid\n")
+        path = os.pathsep.join([str(info.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+        seen.add(environment_of(PYTHONPATH=path))
+    assert len(seen) == 3
