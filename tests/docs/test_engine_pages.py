@@ -123,7 +123,8 @@ NAMES = {
     "DeepseekV2": "DeepSeek", "DeepseekV3": "DeepSeek", "Glm4Moe": "GLM-4.5", "GraniteMoeHybrid": "Granite 4",
     "GptOss": "gpt-oss", "GPTNeoX": "GPT-NeoX", "GPTNeo": "GPT-Neo", "GPT2": "GPT-2",
     "Qwen3Moe": "Qwen3-MoE", "Qwen3Next": "Qwen3-Next", "Phi3": "Phi-3", "Gemma2": "Gemma 2",
-    "Gemma3": "Gemma 3", "Gemma3n": "Gemma 3n", "Gemma4": "Gemma 4", "Llama4": "Llama 4", "Lfm2": "LFM2", "Lfm2Moe": "LFM2-MoE",
+    "Gemma3": "Gemma 3", "Gemma3n": "Gemma 3n", "Gemma4": "Gemma 4",
+    "Llama4": "Llama 4", "Lfm2": "LFM2", "Lfm2Moe": "LFM2-MoE",
     "Starcoder2": "StarCoder2", "Rwkv": "RWKV", "Mpt": "MPT", "Bart": "BART",
     "BertLMHeadModel": "encoders with a language head", "Bert": "BERT",
 }  # fmt: skip
