@@ -111,9 +111,16 @@ def test_synchronous_loads_of_windows_are_refused(
         process.restart(**options, **connector(own, load="sync", weights_revision=tmp_path.name))
 
 
+@pytest.fixture
+def alone() -> Iterator[LocalDaemon]:
+    """A daemon of one test: it lists a page of namespaces at once, and the others' are more."""
+    with LocalDaemon({"dram": {"limit": "256MiB", "huge_pages": False}}) as daemon:
+        yield daemon
+
+
 @pytest.mark.parametrize("shape", ["llama", WINDOWS])
 def test_replicas_of_one_server_share_blocks(
-    process: Engine, own: LocalDaemon, tmp_path: Path, shape: str
+    process: Engine, alone: LocalDaemon, tmp_path: Path, shape: str
 ) -> None:
     """Data parallelism: what one replica computed, the other loads; zeros in its place change the answer."""
     folder, zeroed = SHAPES[shape].save(tmp_path), prompt(1501, 497)
@@ -122,7 +129,7 @@ def test_replicas_of_one_server_share_blocks(
     for asked in (ASKED, zeroed):
         [(tokens, steps)] = said(process.generate([asked]))
         expected.append((tokens, [dict(step)[token] for token, step in zip(tokens, steps, strict=True)]))
-    flag = connector(own, weights_revision=tmp_path.name)
+    flag = connector(alone, weights_revision=tmp_path.name)
     process.restart(model=str(folder), **flag)
     keys = [
         [bytes.fromhex(key) for key in process("keys", prompt=zeroed, group=group)]
@@ -140,11 +147,13 @@ def test_replicas_of_one_server_share_blocks(
     with server(folder, json.dumps(flag["kv_transfer_config"]), options) as url:
         for asked, answer in zip((ASKED, zeroed), expected, strict=True):
             assert asks(asked, 0) == (answer, 0)
-        settled(own)
+        settled(alone)
         assert asks(ASKED, 1) == (expected[0], full_blocks(497))
         # The namespaces are those of an engine of two replicas.
-        with Client(own.url, deadline_s=10.0) as client:
-            for each in client.control("namespaces")["namespaces"]:
+        with Client(alone.url, deadline_s=10.0) as client:
+            listed = client.control("namespaces")
+            assert listed["namespaces"] and not listed["more"]
+            for each in listed["namespaces"]:
                 space = client.namespace(Layout(**each["layout"]))
                 for some in keys:
                     stored = space.contains(some)
