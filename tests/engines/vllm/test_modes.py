@@ -152,7 +152,8 @@ def test_replicas_of_one_server_share_blocks(
         # The namespaces are those of an engine of two replicas.
         with Client(alone.url, deadline_s=10.0) as client:
             listed = client.control("namespaces")
-            assert listed["namespaces"] and not listed["more"]
+            assert listed["namespaces"]
+            assert not listed["more"]
             for each in listed["namespaces"]:
                 space = client.namespace(Layout(**each["layout"]))
                 for some in keys:
