@@ -239,10 +239,8 @@ def _refusals_of_blocks(config: Any, kv_cache_config: Any) -> Iterator[ConfigErr
     for group in groups:
         yield from _refusals_of_group(group)
     # A state within a block has no key of its own.
-    alignment, sizes = (
-        kv_cache_config.cache_hit_alignment_tokens,
-        [g.kv_cache_spec.block_size for g in groups],
-    )
+    alignment = kv_cache_config.cache_hit_alignment_tokens
+    sizes = [group.kv_cache_spec.block_size for group in groups]
     if alignment and any(alignment % size for size in sizes):
         yield ConfigError(
             f"prefixes end at multiples of {alignment} tokens, within blocks of {max(sizes)} tokens",
