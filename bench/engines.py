@@ -20,6 +20,7 @@ _OPTIONS: dict[str, Any] = {
     "max_model_len": MAX_TOKENS,
     "max_num_batched_tokens": MAX_TOKENS,
     "kv_cache_memory_bytes": GIB,
+    "async_scheduling": False,  # as in vLLM's CPU build; tests turn it on
 }
 
 

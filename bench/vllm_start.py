@@ -26,7 +26,7 @@ from tests.engines.environments import interpreter
 from tests.engines.vllm.engine import Engine, connector
 
 CASES = ("from-disk", "in-memory")
-_OPTIONS: dict[str, Any] = {"dtype": "float32", "kv_cache_memory_bytes": 256 * MIB}
+_OPTIONS: dict[str, Any] = {"dtype": "float32", "kv_cache_memory_bytes": 256 * MIB, "async_scheduling": False}
 
 
 def run(bench: Bench) -> Iterator[Result]:

@@ -211,7 +211,8 @@ class SchedulerHalf:
                 for group in self._groups
             ]
         options = match.options
-        ends = self._tails.ends(request, match.found) if self._saves() and options.stores else []
+        saves = options.stores and not self._rewinds(request)
+        ends = self._tails.ends(request, match.found) if self._saves() and saves else []
         self._tracked[request_id] = Tracked(
             request,
             block_ids,
@@ -222,7 +223,7 @@ class SchedulerHalf:
             [block_id for part in parts for block_id in part.block_ids],
             match.salt,
             options,
-            saves=options.stores,
+            saves=saves,
         )
         if external_tokens:
             # What another engine has promised may come late, and this one is not to compute it.
@@ -391,6 +392,13 @@ class SchedulerHalf:
     def _off(self) -> bool:
         """Returns whether the store is not asked, because nothing is served."""
         return not self._lookup and not self._unmet
+
+    def _rewinds(self, request: Request) -> bool:
+        """Returns whether vLLM may drop tokens of a request that its states already hold.
+
+        It drops the last token of each answer to a part of a prompt, and states have no way back.
+        """
+        return bool(request.resumable) and any(group.state for group in self._groups)
 
     def _saves(self) -> bool:
         return self._may_save and bool(self._lookup)

@@ -57,6 +57,8 @@ def connector(daemon: LocalDaemon | str, **extra: Any) -> dict[str, Any]:
     options = {name: value for name, value in (PATIENCE | extra).items() if value is not None}
     url = daemon if isinstance(daemon, str) else daemon.url
     return {
+        # The connector refuses synchronous loads beside it.
+        **({"async_scheduling": False} if options.get("load") == "sync" else {}),
         "kv_transfer_config": {
             "kv_connector": "KVStoreConnector",
             "kv_connector_module_path": "kvstore_vllm",

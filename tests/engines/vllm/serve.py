@@ -41,9 +41,12 @@ from kvstore.errors import UnavailableError  # noqa: E402
 from kvstore_vllm import weights  # noqa: E402
 from kvstore_vllm.connector import KVStoreConnector  # noqa: E402
 from kvstore_vllm.metrics import Figures  # noqa: E402
+from tests.engines.vllm.overlap import overlap_steps  # noqa: E402
 
+# Workers import this module too.
+overlap_steps()
 # vLLM's processes spin while they wait for each other. If they are more than the cores, the daemon and other
-# tests get no core for seconds. Workers import this module too.
+# tests get no core for seconds.
 shm_broadcast.sched_yield = partial(time.sleep, 0.0005)
 
 
@@ -160,7 +163,7 @@ class Served:
 
     def idle(self) -> None:
         """Steps the engine until it has nothing left to do."""
-        while self.core.scheduler.has_requests():
+        while self.core.scheduler.has_requests() or self.core.batch_queue:
             self.llm.llm_engine.step()
 
     def generate(
@@ -221,6 +224,28 @@ class Served:
             }
             for output in outputs
         ]
+
+    def session(self, name: str, chunks: list[list[int]], stops: list[int], most: int) -> list[list[int]]:
+        """The answers of a request that gets its prompt in chunks, each after the answer to the last one.
+
+        `stops`: the token that ends an answer, if it is not at its end by then: it has `most` tokens.
+        """
+        core, said = self.llm.llm_engine.engine_core, []
+        for number, chunk in enumerate([*chunks, [0]]):
+            last = number == len(chunks)
+            stop = stops[number : number + 1]
+            sampling = SamplingParams(
+                max_tokens=most, temperature=0, detokenize=False, ignore_eos=True, stop_token_ids=stop
+            )
+            core.add_request(self._engine_request(name, chunk, sampling, resumable=not last))
+            tokens, ended = [], last
+            while not ended:
+                for output in core.get_output().outputs:
+                    tokens += output.new_token_ids
+                    ended |= output.finish_reason is not None
+            said.append(tokens)
+        self.idle()
+        return said[:-1]
 
     def hinted(self, prompt: list[int], actions: list[list[Any]]) -> None:
         """Computes a prompt that an orchestrator has given KV hints: type, version and payload of each."""
@@ -340,19 +365,27 @@ class Served:
         return [key.hex() for key in half._groups[group].keys(request.block_hashes, half._salt(request))]
 
     def _request(self, prompt: list[int], lora: list[Any] | None = None, embed: bool = False) -> Request:
-        asked = EngineCoreRequest(
-            request_id="keys",
-            prompt_token_ids=None if embed else prompt,
-            prompt_embeds=self._embedded(prompt) if embed else None,
+        asked = self._engine_request("keys", None if embed else prompt, SamplingParams())
+        if embed:
+            asked.prompt_embeds = self._embedded(prompt)
+        asked.lora_request = LoRARequest(*lora) if lora else None
+        return Request.from_engine_core_request(asked, self.core.request_block_hasher)
+
+    def _engine_request(
+        self, name: str, prompt: list[int] | None, sampling: SamplingParams, resumable: bool = False
+    ) -> EngineCoreRequest:
+        return EngineCoreRequest(
+            request_id=name,
+            prompt_token_ids=prompt,
             mm_features=None,
-            sampling_params=SamplingParams(),
+            sampling_params=sampling,
             pooling_params=None,
-            arrival_time=0.0,
-            lora_request=LoRARequest(*lora) if lora else None,
+            arrival_time=time.time(),
+            lora_request=None,
             cache_salt=None,
             data_parallel_rank=None,
+            resumable=resumable,
         )
-        return Request.from_engine_core_request(asked, self.core.request_block_hasher)
 
     def _embedded(self, prompt: list[int]) -> torch.Tensor:
         """What a user may give instead of the tokens: random values, the same ones for the same token."""

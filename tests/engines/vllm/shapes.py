@@ -107,6 +107,8 @@ SHAPES = {
         "Qwen3Moe",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
     ),
+    # vLLM runs it by transformers' own code.
+    "partial rope": Shape("GPTNeoX", {"rotary_pct": 0.5, "num_key_value_heads": 4}, sizes=NO_HEAD_DIM),
     "window smaller than the prompt": mistral(64),
     "window larger than the prompt": mistral(1024),
     "interleaved windows": Shape(

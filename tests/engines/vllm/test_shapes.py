@@ -54,6 +54,7 @@ def arguments(name: str, folder: Path, block_tokens: int) -> dict[str, Any]:
         ("llama", 32, 300, 300),
         ("grouped queries", 128, 300, 300),
         ("experts", 32, 300, 300),
+        ("partial rope", 32, 300, 300),
         # Only the blocks of a window before a prompt's end are stored. Where every layer has a window,
         # nothing shows where prompts part. Where some have full attention, the second prompt shows it.
         ("window smaller than the prompt", 32, 0, 0),
