@@ -197,7 +197,7 @@ def test_what_no_test_covers_is_refused(
     own: LocalDaemon, tmp_path: Path, extra: dict[str, Any], why: str
 ) -> None:
     model = make_model(tmp_path / "model")
-    case = drafted(model, "draft_model", make_model(tmp_path / "copy"), async_scheduling=False)
+    case = drafted(model, "draft_model", make_model(tmp_path / "copy"))
     with (
         pytest.raises(RuntimeError, match=f"(?s)ConfigError.*{why}"),
         Engine(model, **case.options, **connector(own, **extra)),

@@ -59,6 +59,7 @@ class FakeRequest:
     kv_transfer_params: Any = None
     kv_hints: Any = None
     answer_tokens: int = 0
+    resumable: bool = False
 
     @property
     def all_token_ids(self) -> list[int]:
