@@ -65,7 +65,7 @@ def connector(daemon: LocalDaemon | str, **extra: Any) -> dict[str, Any]:
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"url": url, **options},
-        }
+        },
     }
 
 
