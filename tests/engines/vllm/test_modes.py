@@ -29,7 +29,8 @@ MODES: dict[str, dict[str, Any]] = {
     "pieces": {"max_num_batched_tokens": 96, "max_num_seqs": 2},
     "large pieces": {"max_num_batched_tokens": 600, "max_num_seqs": 2},
     "LoRA": {"enable_lora": True, "max_lora_rank": 8},
-    "sync": {"async_scheduling": False},
+    # `connector` turns async scheduling off for it.
+    "sync": {},
     "embeddings": {"enable_prompt_embeds": True},
     # Layers that share KV compute the last token of a prompt only.
     "fast prefill": {"kv_sharing_fast_prefill": True},
