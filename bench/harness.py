@@ -186,10 +186,10 @@ class Bench:
         """Samples all contestants in turns, for a fraction `share` of the measuring time.
 
         Ours (the first) runs before the others in even rounds and after them in odd ones. The first round is
-        a warm-up and does not count.
+        a warm-up and does not count; a smoke run has none.
         """
         seconds, least = self.seconds * share, self.pick(MIN_ROUNDS, 1)
-        for sample in contestants:
+        for sample in self.pick(contestants, ()):
             sample(0)
         neighbours = Neighbours()
         kept: list[tuple[float, ...]] = []

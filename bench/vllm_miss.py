@@ -7,7 +7,7 @@ With the connector, every block is looked up, missed and stored.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -44,8 +44,8 @@ _UNCACHED = "no prompt of this bench is seen twice"
 def run(bench: Bench) -> Iterator[Result]:
     """Yields one row per case."""
     for name, case in CASES.items():
-        used = bench.pick(case.model, {**case.model, "intermediate_size": 256})
-        with engine(bench, used, GIB, without_prefix_caching=_UNCACHED) as made:
+        case = bench.pick(case, replace(case, model={**case.model, "intermediate_size": 256}, prompts=1))
+        with engine(bench, case.model, GIB, without_prefix_caching=_UNCACHED) as made:
             samples = (partial(_sample, made, case, True), partial(_sample, made, case, False))
             rounds = bench.interleave(f"vllm-miss/{name}", samples, 1 / len(CASES))
             made("plug", connected=True)

@@ -35,6 +35,8 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
+    # vLLM cannot load what it compiled ahead of time on a CPU: each start would compile it again.
+    "VLLM_USE_AOT_COMPILE": "0",
 }
 
 
