@@ -43,8 +43,8 @@ _UNCACHED = "no prompt of this bench is seen twice"
 
 def run(bench: Bench) -> Iterator[Result]:
     """Yields one row per case."""
-    for name, case in CASES.items():
-        case = bench.pick(case, replace(case, model={**case.model, "intermediate_size": 256}, prompts=1))
+    for name, full in CASES.items():
+        case = bench.pick(full, replace(full, model={**full.model, "intermediate_size": 256}, prompts=1))
         with engine(bench, case.model, GIB, without_prefix_caching=_UNCACHED) as made:
             samples = (partial(_sample, made, case, True), partial(_sample, made, case, False))
             rounds = bench.interleave(f"vllm-miss/{name}", samples, 1 / len(CASES))
