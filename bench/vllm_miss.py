@@ -1,7 +1,8 @@
 """vllm-miss: requests that never hit, on vLLM with the connector compared with vLLM without it.
 
 A sample is some new prompts with short answers, or short ones with long answers, until the engine is idle.
-With the connector, every block is looked up, missed and stored.
+With the connector, every block is looked up, missed and stored. Samples take some seconds, because each ends
+with the engine waiting for its last saves, which under load it does not.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ class Case:
 
 CASES = {
     "gqa": Case(llama(hidden=1024, layers=8, kv_heads=4)),
-    "mha": Case(llama(hidden=512, layers=8, kv_heads=8)),
+    "mha": Case(llama(hidden=512, layers=8, kv_heads=8), prompts=12),
     "windows": Case(windows(hidden=1024, layers=12, kv_heads=4)),
-    "latent": Case(latent(hidden=512, layers=2)),
+    "latent": Case(latent(hidden=512, layers=2), prompts=24),
     "recurrent": Case(recurrent(hidden=1024, layers=8, kv_heads=4), tokens=1200),
     "answers": Case(llama(hidden=512, layers=8, kv_heads=8), prompts=8, tokens=40, answer_tokens=200),
 }
