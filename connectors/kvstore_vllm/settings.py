@@ -201,6 +201,14 @@ def check_tiered_engine(config: Any, kv_cache_config: Any) -> None:
         raise ConfigError(
             "the model has latent attention, and no test covers it with a CPU tier", "use KVStoreConnector"
         )
+    if config.scheduler_config.async_scheduling and any(
+        isinstance(each.kv_cache_spec, MambaSpec) for each in kv_cache_config.kv_cache_groups
+    ):
+        raise ConfigError(
+            "the model has recurrent layers, and scheduling is asynchronous: of prompts that come in parts, "
+            "vLLM offloads states that hold dropped tokens",
+            "use KVStoreConnector, or --no-async-scheduling",
+        )
     if not config.cache_config.enable_prefix_caching:
         raise ConfigError(
             "the engine's prefix caching is off, so it may be unable to start in the middle of a prompt",

@@ -23,6 +23,8 @@ from tests.processes import stop
 DRAM_ONLY = {"dram": {"limit": "128MiB", "huge_pages": False}, "scrub": {"rate": 0}}
 """The engine is the first to find what is altered, not the scrubber."""
 HIT = [full_blocks(300)]
+# The tier refuses recurrent layers with async scheduling.
+STATES = {"enable_prefix_caching": True, "block_size": None, "async_scheduling": False}
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +99,8 @@ def test_hits_change_nothing_here_and_in_another_process(
         ("sinks", {"block_size": 32}, 497),
         ("chunks", {"block_size": 32}, 497),
         ("window smaller than the prompt", {"block_size": 32}, 497),
-        ("short convolutions", {"enable_prefix_caching": True, "block_size": None}, 497),
-        ("linear attention", {"enable_prefix_caching": True, "block_size": None}, 1200),
+        ("short convolutions", STATES, 497),
+        ("linear attention", STATES, 1200),
     ],
 )
 def test_hits_of_hybrid_models_change_nothing(

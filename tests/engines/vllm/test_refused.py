@@ -387,6 +387,7 @@ def tiered(**changes: Any) -> SimpleNamespace:
         "cache_config": {"enable_prefix_caching": True},
         "parallel_config": {"nnodes": 1},
         "model_config": {"is_mm_prefix_lm": False},
+        "scheduler_config": {"async_scheduling": False},
     }
     merged = {name: part | changes.pop(name, {}) for name, part in parts.items()}
     made = engine(**merged, **changes)
@@ -396,6 +397,7 @@ def tiered(**changes: Any) -> SimpleNamespace:
 
 def test_engines_with_a_cpu_tier_pass() -> None:
     check_tiered_engine(tiered(), groups(FULL, WINDOW, CHUNKS, state()))
+    check_tiered_engine(tiered(scheduler_config={"async_scheduling": True}), groups(FULL, WINDOW, CHUNKS))
     # A tier reports failed loads as misses itself.
     failing = {"is_kv_consumer": True, "kv_load_failure_policy": "fail"}
     check_tiered_engine(tiered(kv_transfer_config=failing), groups(FULL))
@@ -415,6 +417,11 @@ def test_engines_with_a_cpu_tier_pass() -> None:
         (tiered(model_config={"runner_type": "pooling"}), groups(FULL), "has a pooler"),
         (tiered(), groups(), "has no KV cache"),
         (tiered(), groups(MLAAttentionSpec(**SIZES, cache_dtype_str="auto")), "latent attention"),
+        (
+            tiered(scheduler_config={"async_scheduling": True}),
+            groups(FULL, state()),
+            "states that hold dropped",
+        ),
     ],
 )
 def test_engines_with_a_cpu_tier_are_refused_by_name(config: Any, kinds: Any, why: str) -> None:
