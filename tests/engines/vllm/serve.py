@@ -293,6 +293,10 @@ class Served:
             for name, number in zip(layers, numbers, strict=True)
         ]
 
+    def overlaps(self) -> bool:
+        """Whether a step is scheduled before the output of the last one is there."""
+        return self.core.batch_queue is not None
+
     def hold_digest(self) -> None:
         """Files of weights are not read before `let_digest_go_on`: large ones would take as long."""
         digest = weights.files_digest

@@ -95,6 +95,7 @@ def test_a_hit_equals_one_in_vllms_own_cache(
     [found] = cached(again := process.generate([asked], **how))
     assert found > 0
     process.restart(**options, **connector(own, load=load, weights_revision=tmp_path.name))
+    assert process("overlaps") == (load == "async")
     cold = process.fresh([asked], **how)
     assert (cached(cold), said(cold)) == ([0], first)
     answer = process.hit(asked, found, **how)

@@ -65,6 +65,7 @@ def test_what_a_session_has_stored_is_right(
     options = {"model": str(SHAPES[shape].save(tmp_path)), **SHAPES[shape].engine}
     alone.restart(**options)
     stored.restart(**options, **connector(own, weights_revision=tmp_path.name))
+    assert stored("overlaps")
     found = 0
     for number in range(-2, 3):
         first = prompt(900 + number, 4 * BLOCK_TOKENS + number - ANSWER)
@@ -90,6 +91,7 @@ def test_a_session_with_states_loads_and_stores_nothing(
     alone.restart(model=str(shape.save(tmp_path)), enable_prefix_caching=True, **shape.engine)
     engine = {"model": str(tmp_path), "enable_prefix_caching": True, **shape.engine}
     stored.restart(**engine, **connector(own, weights_revision=tmp_path.name))
+    assert stored("overlaps")
     parts = [prompt(940, 2 * BLOCK_TOKENS - ANSWER), prompt(941, 9), prompt(942, 60)]
     stops = stops_of(alone, parts)
     tokens = session(stored, parts, stops, "stores")
