@@ -21,7 +21,7 @@ from kvstore.types import extent_bytes
 CHAIN = 250
 TENANT = "default"
 LAYOUT = Layout(model="bench", block_bytes=16 << 10)
-BOUND_S = 3.0
+BOUND_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
