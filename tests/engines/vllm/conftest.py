@@ -70,6 +70,23 @@ def engine(request: pytest.FixtureRequest, model: Path, daemon: LocalDaemon) -> 
 
 
 @pytest.fixture(scope="module")
+def own() -> Iterator[LocalDaemon]:
+    """A daemon of one file of tests."""
+    with LocalDaemon({"dram": {"limit": "256MiB", "huge_pages": False}}) as daemon:
+        yield daemon
+
+
+@pytest.fixture(scope="module")
+def processes(model: Path) -> Iterator[list[Engine]]:
+    """Two processes, whose engines the tests replace: starting a process takes longer than an engine.
+
+    The tests name the weights, because their files are newer than these processes.
+    """
+    with Engine(model) as one, Engine(model) as other:
+        yield [one, other]
+
+
+@pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
     """A client of a small daemon, for tests that need no engine."""
     with (

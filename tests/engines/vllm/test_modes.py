@@ -47,12 +47,6 @@ def process(model: Path) -> Iterator[Engine]:
         yield engine
 
 
-@pytest.fixture(scope="module")
-def own() -> Iterator[LocalDaemon]:
-    with LocalDaemon({"dram": {"limit": "256MiB", "huge_pages": False}}) as daemon:
-        yield daemon
-
-
 FULL = ["llama", "grouped queries", "experts", "long rope"]
 WINDOWED = ["window smaller than the prompt", "long rope with a window", WINDOWS, "sinks", "chunks"]
 CELLS = [

@@ -6,7 +6,6 @@ ended the answer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,21 +22,9 @@ from tests.engines.vllm.engine import (
     said,
 )
 from tests.engines.vllm.shapes import SHAPES
-from tests.engines.vllm.stored import settled
+from tests.engines.vllm.stored import answers_from_the_store, settled
 
 ANSWER = 6
-
-
-@pytest.fixture(scope="module")
-def own() -> Iterator[LocalDaemon]:
-    with LocalDaemon({"dram": {"limit": "256MiB", "huge_pages": False}}) as daemon:
-        yield daemon
-
-
-@pytest.fixture(scope="module")
-def processes(model: Path) -> Iterator[list[Engine]]:
-    with Engine(model) as one, Engine(model) as other:
-        yield [one, other]
 
 
 def session(engine: Engine, parts: list[list[int]], stops: list[int], name: str) -> list[int]:
@@ -79,10 +66,11 @@ def test_what_a_session_has_stored_is_right(
         assert farthest(said(answer), said(alone.fresh(asked))) < 1e-4
         found += cached(answer)[0] >= full_blocks(len(first), 2 * BLOCK_TOKENS)
     assert found > 2
+    assert answers_from_the_store(stored, own, asked[0])
     assert stored("failures") == {}
 
 
-def test_a_session_with_states_loads_and_stores_nothing(
+def test_a_session_with_states_stores_nothing_and_loads(
     processes: list[Engine], own: LocalDaemon, tmp_path: Path
 ) -> None:
     """A state that has seen a dropped token is that of no prompt."""

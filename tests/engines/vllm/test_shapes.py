@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +19,6 @@ PROMPTS = {
     "second": FIRST[:300] + prompt(801, 197),
     "third": FIRST[:300] + prompt(802, 197),
 }
-
-
-@pytest.fixture(scope="module")
-def own() -> Iterator[LocalDaemon]:
-    with LocalDaemon({"dram": {"limit": "256MiB", "huge_pages": False}}) as daemon:
-        yield daemon
-
-
-@pytest.fixture(scope="module")
-def processes(model: Path) -> Iterator[list[Engine]]:
-    """Two processes, whose engines the tests replace: starting a process takes longer than an engine.
-
-    The tests name the weights, because their files are newer than these processes.
-    """
-    with Engine(model) as one, Engine(model) as other:
-        yield [one, other]
 
 
 def arguments(name: str, folder: Path, block_tokens: int) -> dict[str, Any]:
