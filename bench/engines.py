@@ -82,9 +82,10 @@ def windows(hidden: int, layers: int, kv_heads: int) -> dict[str, Any]:
 
 
 def latent(hidden: int, layers: int) -> dict[str, Any]:
-    """Returns that of a model with the latent attention of DeepSeek-V2."""
+    """Returns that of a model with the latent attention of DeepSeek-V2. AMX kernels need bfloat16."""
     return _model(
         "DeepseekV2ForCausalLM", "deepseek_v2", hidden, layers, num_key_value_heads=hidden // 64,
+        torch_dtype="bfloat16",
         kv_lora_rank=512, q_lora_rank=None, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128,
         n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, n_group=1, topk_group=1,
         moe_intermediate_size=64, first_k_dense_replace=layers,

@@ -310,11 +310,13 @@ def _refusals_of_draft(
             "leave out block_tokens: blocks are as large as vLLM's",
         )
     for group in groups:
-        if isinstance(group.kv_cache_spec, (ChunkedLocalAttentionSpec, MambaSpec, MLAAttentionSpec)):
-            kind = type(group.kv_cache_spec).__name__
+        kind = type(group.kv_cache_spec)
+        # DeepSeek-V3 is published with a layer for MTP.
+        latent = issubclass(kind, MLAAttentionSpec) and not (speculative.method == "mtp" and len(groups) == 1)
+        if latent or issubclass(kind, (ChunkedLocalAttentionSpec, MambaSpec)):
             yield ConfigError(
-                f"{what}, and the model's KV cache has a group of kind {kind}",
-                "drafts are served with full attention and sliding windows",
+                f"{what}, and the model's KV cache has a group of kind {kind.__name__}",
+                "drafts are served with full attention and sliding windows, MTP with latent attention too",
             )
 
 

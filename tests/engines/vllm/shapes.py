@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from tests.engines.vllm.engine import VOCABULARY
+from tests.programs import skip_for_cpu
 
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -72,6 +73,17 @@ LATENT = {
     "first_k_dense_replace": 1,
     "num_key_value_heads": 4,
 }
+
+REFERENCE = {"attention_backend": "CPU_MLA"}
+"""vLLM's kernels for latent attention on any CPU. They compute no prompt behind a prefix."""
+AMX = {"attention_backend": "AMX_MLA", "dtype": "bfloat16"}
+"""Those for CPUs with AMX, which do."""
+
+
+def need_amx() -> None:
+    """Skips the running test on CPUs without AMX."""
+    if not torch.cpu._is_amx_tile_supported():
+        skip_for_cpu("it has no AMX, so vLLM computes no latent attention behind a prefix")
 
 
 def gemma4(layers: list[str], **more: Any) -> Shape:
@@ -147,10 +159,11 @@ SHAPES = {
     ),
     "two block sizes": gemma4([WINDOW, FULL] * 2),
     "two block sizes and shared KV": gemma4([WINDOW, WINDOW, FULL] * 2, num_kv_shared_layers=3),
-    "latent": Shape("DeepseekV2", LATENT | {"q_lora_rank": None}, sizes=NO_HEAD_DIM),
+    "latent": Shape("DeepseekV2", LATENT | {"q_lora_rank": None}, REFERENCE, sizes=NO_HEAD_DIM),
     "latent queries": Shape(
         "DeepseekV3",
         LATENT | {"q_lora_rank": 64, "num_nextn_predict_layers": 1, "topk_method": "noaux_tc"},
+        REFERENCE,
         sizes=NO_HEAD_DIM,
     ),
     "linear attention": Shape(
@@ -205,7 +218,7 @@ SHAPES = {
             "conv_dim_out": 128,
             "block_ff_dim": 256,
         },
-        {"dtype": "bfloat16"},
+        REFERENCE,
         sizes=NO_HEAD_DIM,
     ),
     "short convolutions and experts": Shape(
@@ -217,7 +230,7 @@ SHAPES = {
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 64,
         },
-        {"dtype": "bfloat16"},
+        REFERENCE,
         sizes=NO_HEAD_DIM,
     ),
     "Mamba-2": Shape(
@@ -232,7 +245,7 @@ SHAPES = {
             "num_experts_per_tok": 2,
             "shared_intermediate_size": 128,
         },
-        {"dtype": "bfloat16"},
+        REFERENCE,
         sizes=NO_HEAD_DIM,
     ),
     "encoder and decoder": Shape(

@@ -16,7 +16,7 @@ from kvstore import Client, Layout
 from kvstore.lab.local_daemon import LocalDaemon
 from tests.engines.vllm.engine import BLOCK_TOKENS, Engine, cached, connector, full_blocks, prompt, said
 from tests.engines.vllm.models import make_eagle, make_eagle3, make_model, make_mtp
-from tests.engines.vllm.shapes import SHAPES
+from tests.engines.vllm.shapes import AMX, SHAPES, need_amx
 from tests.engines.vllm.stored import answers_from_the_store, blocks_of
 
 ASKED = prompt(860, 300)
@@ -49,9 +49,16 @@ CASES = [
     "eagle3",
     "eagle, two shards",
     "mtp",
+    "mtp beside latent attention",
+    "mtp beside latent attention, two shards",
     "draft model with windows",
     "eagle3 with windows",
 ]
+MTP: dict[str, tuple[str, dict[str, Any], tuple[float, float]]] = {
+    "mtp": ("predicts two tokens", {}, (0.02, 0.13)),
+    "mtp beside latent attention": ("latent queries", AMX, (0.05, 0.025)),
+}
+"""Shapes, with options and the sizes of weights that make some drafts right and others wrong."""
 SHARDS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 
 
@@ -71,11 +78,14 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             "draft_model",
             make_model(folder / "copy", initializer_range=0.06),
         )
-    if request.param == "mtp":
-        shape = SHAPES["predicts two tokens"]
-        small = replace(shape, config=shape.config | {"initializer_range": 0.02})
-        saved = make_mtp(repeating(small.save(folder / "model")), 0.13)
-        case = drafted(saved, "mtp", saved, BLOCK_TOKENS)
+    if method in MTP:
+        name, options, (scale, of_attention) = MTP[method]
+        if options:
+            need_amx()
+        shape = SHAPES[name]
+        small = replace(shape, config=shape.config | {"initializer_range": scale})
+        saved = make_mtp(repeating(small.save(folder / "model")), of_attention)
+        case = drafted(saved, "mtp", saved, BLOCK_TOKENS, **options, **SHARDS if shards else {})
         case.options["speculative_config"]["num_speculative_tokens"] = 1
         return replace(case, partly=True)
     shape = SHAPES["sinks"]
@@ -113,10 +123,10 @@ def own() -> Iterator[LocalDaemon]:
         yield daemon
 
 
-def asks(engine: Engine) -> tuple[Any, list[int], list[int]]:
+def asks(engine: Engine, own_cache: bool = False) -> tuple[Any, list[int], list[int]]:
     """What the engine says, how many tokens were cached, how many of drafts were accepted and drafted."""
     before = engine("accepted")
-    answer = engine.fresh([ASKED], max_tokens=40)
+    answer = (engine.generate if own_cache else engine.fresh)([ASKED], max_tokens=40)
     return (
         said(answer),
         cached(answer),
@@ -126,24 +136,25 @@ def asks(engine: Engine) -> tuple[Any, list[int], list[int]]:
 
 def test_a_draft_finds_its_kv(case: Drafted, own: LocalDaemon) -> None:
     with Engine(case.model, **case.options) as plain:
-        expected, _, accepted = asks(plain)
+        cold, hit = asks(plain), asks(plain, own_cache=True)
         num_blocks = plain("num_blocks")
+    expected, found, accepted = hit
+    assert (cold[1], found) == ([0], [full_blocks(300) - case.dropped])
     assert accepted[0] or not case.depends
     assert 0 < accepted[0] < accepted[1] or not case.partly
-    hit = [full_blocks(300) - case.dropped]
     with Engine(case.model, **case.options, **connector(own)) as first:
         assert first("num_blocks") == num_blocks
-        assert asks(first) == (expected, [0], accepted)
-        assert asks(first) == (expected, hit, accepted)
+        assert asks(first) == cold
+        assert asks(first) == hit
         assert first("failures") == {}
         # Shards take long to start.
         shards = "tensor_parallel_size" in case.options
         other = nullcontext(first) if shards else Engine(case.model, **case.options, **connector(own))
         with other as second:
-            assert asks(second) == (expected, hit, accepted)
+            assert asks(second) == hit
             zero_the_drafts_kv(second, own.url)
-            answers, found, others = asks(second)
-            assert found == hit
+            answers, again, others = asks(second)
+            assert again == found
             assert [tokens for tokens, _ in answers] == [tokens for tokens, _ in expected]
             assert case.depends is None or others != accepted
 

@@ -1,7 +1,7 @@
 """Latent attention (DeepSeek): the workers of a model have the same KV, so it is stored once and read by all.
 
-vLLM's CPU kernels for latent attention cannot compute behind a prefix, so loads are compared by the bytes of
-pages, not by tokens.
+vLLM's kernels for any CPU cannot compute behind a prefix, so loads are compared by the bytes of pages here.
+`test_modes.py` and `test_drafts.py` compare tokens, on CPUs with AMX.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ import pytest
 from kvstore import Client
 from kvstore.lab.local_daemon import LocalDaemon
 from tests.engines.vllm.engine import Engine, cached, connector, full_blocks, prompt, said
-from tests.engines.vllm.models import make_mtp
-from tests.engines.vllm.shapes import SHAPES
+from tests.engines.vllm.shapes import REFERENCE, SHAPES
 from tests.engines.vllm.stored import replace_payloads
 
 ASKED = prompt(850, 300)
 BLOCK_TOKENS = 16
-"""vLLM's CPU kernels for latent attention take no other size."""
+"""These kernels take no other size."""
 SHARDS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 
 
-OPTIONS = {"max_model_len": 1024, "worker_extension_cls": "tests.engines.vllm.page_digests.PageDigests"}
+OPTIONS = REFERENCE | {
+    "max_model_len": 1024,
+    "worker_extension_cls": "tests.engines.vllm.page_digests.PageDigests",
+}
 
 
 @pytest.fixture
@@ -69,14 +71,3 @@ def test_latent_kv_is_stored_once_and_loaded_by_all(
             replace_payloads(second, own.url, ASKED, True)
         # The page behind them differs: it was computed behind a prefix.
         assert [len(set(pages) & set(computed[0])) for pages in loaded] == [same] * len(computed)
-
-
-def test_a_draft_beside_latent_attention_is_refused(own: LocalDaemon, tmp_path: Path) -> None:
-    """That of DeepSeek-V3: vLLM's CPU kernels find no prefix for it, so nothing can be compared."""
-    deepseek = make_mtp(SHAPES["latent queries"].save(tmp_path), 0.1)
-    draft = {"method": "mtp", "num_speculative_tokens": 1}
-    with (
-        pytest.raises(RuntimeError, match=r"ConfigError.*'mtp', and the model's KV .* MLAAttentionSpec"),
-        Engine(deepseek, **OPTIONS, speculative_config=draft, **latent(own)),
-    ):
-        pass

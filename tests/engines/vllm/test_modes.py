@@ -13,7 +13,7 @@ from kvstore import Client, Layout
 from kvstore.lab.local_daemon import LocalDaemon
 from tests.engines.vllm.engine import Engine, cached, connector, full_blocks, prompt, said
 from tests.engines.vllm.models import make_adapter, quantize
-from tests.engines.vllm.shapes import SHAPES
+from tests.engines.vllm.shapes import AMX, SHAPES, need_amx
 from tests.engines.vllm.stored import answers_from_the_store, settled, store_again
 from tests.engines.vllm.test_page import cached_tokens, complete, server
 
@@ -34,6 +34,9 @@ MODES: dict[str, dict[str, Any]] = {
     "embeddings": {"enable_prompt_embeds": True},
     # Layers that share KV compute the last token of a prompt only.
     "fast prefill": {"kv_sharing_fast_prefill": True},
+    "AMX": AMX,
+    "AMX in pieces": AMX | {"max_num_batched_tokens": 96, "max_num_seqs": 2},
+    "AMX, two shards": AMX | {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
     "8-bit weights": {"dtype": "bfloat16"},
     "scaled FP8 KV": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
 }
@@ -61,6 +64,8 @@ CELLS = [
     *(("two block sizes", mode) for mode in ("two shards", "FP8 KV", "pieces")),
     ("two block sizes and shared KV", "fast prefill"),
     *((shape, "embeddings") for shape in ("llama", WINDOWS)),
+    *((shape, mode) for shape in ("latent", "latent queries") for mode in ("AMX", "AMX in pieces")),
+    ("latent", "AMX, two shards"),
     ("llama", "8-bit weights"),
     ("llama", "scaled FP8 KV"),
     *((shape, "sync") for shape in FULL),
@@ -73,8 +78,10 @@ def test_a_hit_equals_one_in_vllms_own_cache(
 ) -> None:
     """The reference is an engine without the store whose own cache holds the same prefix.
 
-    With FP8 KV and with recurrent layers, vLLM computes other bits behind a prefix than without one.
+    With FP8 KV, recurrent layers and latent attention, vLLM computes other bits behind a prefix.
     """
+    if mode.startswith("AMX"):
+        need_amx()
     made = SHAPES[shape]
     folder = made.save(tmp_path)
     if mode in SCALES:
