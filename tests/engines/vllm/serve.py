@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 # Before anything prints: answers have the real stdout, everything else goes where stderr goes.
@@ -32,6 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import ( 
     OffloadingConnector,
 )
 from vllm.lora.request import LoRARequest  # noqa: E402
+from vllm.platforms.cpu import CpuPlatform  # noqa: E402
 from vllm.v1.engine import EngineCoreRequest  # noqa: E402
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope  # noqa: E402
 from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics  # noqa: E402
@@ -48,6 +49,14 @@ overlap_steps()
 # vLLM's processes spin while they wait for each other. If they are more than the cores, the daemon and other
 # tests get no core for seconds.
 shm_broadcast.sched_yield = partial(time.sleep, 0.0005)
+# vLLM collects garbage nine times a start, and that walks the objects of all imports: two seconds.
+gc.collect()
+gc.freeze()
+gc.freeze = gc.unfreeze = lambda: None
+# Each start walks all modules to replace Triton's kernels by those for CPUs.
+CpuPlatform.register_triton_kernel_overrides = staticmethod(  # type: ignore[method-assign]
+    cache(CpuPlatform.register_triton_kernel_overrides)
+)
 
 
 class Served:
