@@ -1,4 +1,4 @@
-"""Copies and checksums of batches of blocks: by a C extension, or by numpy and xxhash where there is none.
+"""Batches of blocks by a C extension, or by numpy and xxhash where there is none: copies, sums, the index.
 
 A batch is a table of `PIECE`: consecutive pieces whose bytes make up one block, and a checksum for each
 block. Both implementations give the same bytes, sums and errors (`tests/native`). The C extension reads each
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 
-from kvstore.native import portable
+from kvstore.native import portable, portable_index
 from kvstore.native.pieces import PIECE, pieces, whole
 from kvstore.native.portable import copied
 
@@ -22,10 +22,13 @@ except ImportError as error:
     IMPLEMENTATION, WHY_NOT = "numpy and xxhash", str(error)
     copy, copy_in, copy_out = portable.copy, portable.copy_in, portable.copy_out
     sums, checksum = portable.sums, portable.checksum
+    index_add, index_find = portable_index.index_add, portable_index.index_find
+    index_remove = portable_index.index_remove
     presence = places = read_slots = None
 else:
     IMPLEMENTATION, WHY_NOT = f"native, {_native.instruction_set()}", ""
     copy, sums, checksum = _native.copy, _native.sums, _native.checksum
+    index_add, index_find, index_remove = _native.index_add, _native.index_find, _native.index_remove
     presence, places, read_slots = _native.presence, _native.places, _native.read_slots
     # Its sum is that of both sides: each byte is read once.
     copy_in = copy_out = _native.copy_and_sum
@@ -39,6 +42,9 @@ __all__ = [
     "copy",
     "copy_in",
     "copy_out",
+    "index_add",
+    "index_find",
+    "index_remove",
     "pieces",
     "places",
     "presence",

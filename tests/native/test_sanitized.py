@@ -46,7 +46,8 @@ def test_random_batches_under_sanitizers(tmp_path: Path) -> None:
     }
     said = run(sys.executable, "-m", "tests.native.fuzz", "--seconds", "40", cwd=source, env=env)
     assert "batches on" in said
-    run(sys.executable, "-m", "pytest", "-q", "tests/native/test_copies.py", cwd=source, env=env)
+    checked = ["tests/native/test_copies.py", "tests/native/test_index.py", "tests/core/blocks/test_index.py"]
+    run(sys.executable, "-m", "pytest", "-q", *checked, cwd=source, env=env)
 
 
 def test_random_batches() -> None:

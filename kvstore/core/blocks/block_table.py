@@ -120,24 +120,6 @@ class Blocks:
         self._spare[self._spares : end] = rows
         self._spares = end
 
-    def matches(
-        self, rows: Rows, namespace: int, keys: Keys, which: Rows | None = None
-    ) -> npt.NDArray[np.bool_]:
-        """Returns whether each row has the key of that number (numbers 0, 1, ... if `which` is None)."""
-        words = keys.words if which is None else keys.words[which]
-        same: npt.NDArray[np.bool_] = (self.words[rows, : words.shape[1]] == words).all(axis=1)
-        same &= self.namespace[rows] == namespace
-        same &= self.key_bytes[rows] == keys.size
-        return same
-
-    def is_key(self, row: int, namespace: int, key: bytes) -> bool:
-        """Returns whether a row has this key."""
-        return bool(
-            self.words[row].tobytes()[: len(key)] == key
-            and self.key_bytes[row] == len(key)
-            and self.namespace[row] == namespace
-        )
-
     def key(self, row: int) -> bytes:
         """Returns the key of a row."""
         return bytes(self.words[row].tobytes()[: int(self.key_bytes[row])])

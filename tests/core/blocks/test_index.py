@@ -4,33 +4,44 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvstore import native
 from kvstore.core.blocks import index as module
 from kvstore.core.blocks.block_table import LIVE, Blocks
-from kvstore.core.blocks.index import VECTOR_FROM, Index
+from kvstore.core.blocks.index import Index
 from kvstore.core.blocks.key_batch import Keys
+from kvstore.native import WHY_NOT, portable_index
 
 NONE = np.empty(0, np.int64)
 
 
 class BadIndex(Index):
-    """Keeps few bits of each hash: the same buckets and the same fingerprints for many keys."""
+    """Its hashes have two bits: the same buckets and the same fingerprints for many keys."""
 
-    bits = 0x0000_0003_0000_0003
-
-    def _hash_one(self, namespace: int, key: bytes) -> int:
-        return super()._hash_one(namespace, key) & self.bits
-
-    def _hash(self, starts: np.ndarray, words: np.ndarray) -> np.ndarray:
-        return super()._hash(starts, words) & np.uint64(self.bits)
+    @staticmethod
+    def _factors_of(seed: int) -> list[int]:
+        return [1 << 62] * 9 + [0]
 
 
-class SameIndex(BadIndex):
-    """Every key has one and the same hash, 0."""
+class SameIndex(Index):
+    """Every key has one and the same hash."""
 
-    bits = 0
+    @staticmethod
+    def _factors_of(seed: int) -> list[int]:
+        return [0] * 10
+
+
+@pytest.fixture(params=["native", "portable"], autouse=True)
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both implementations of the tables."""
+    if request.param == "portable":
+        for name in ("index_add", "index_find", "index_remove"):
+            monkeypatch.setattr(module, name, getattr(portable_index, name))
+    elif WHY_NOT:
+        pytest.skip(f"no C extension: {WHY_NOT}")
+    return str(request.param)
 
 
 class Pair:
@@ -84,7 +95,7 @@ def test_an_empty_index_finds_nothing() -> None:
     assert pair.index.find_one(1, b"x") == -1
 
 
-@pytest.mark.parametrize("batch", [1, VECTOR_FROM - 1, VECTOR_FROM, 700, 5000])
+@pytest.mark.parametrize("batch", [1, 11, 12, 700, 5000])
 def test_grows_through_many_doublings(batch: int) -> None:
     pair = Pair(buckets=1 if batch < 5000 else 1024)
     for start in range(0, 20_000 if batch > 100 else 3000, batch):
@@ -156,12 +167,13 @@ def test_a_batch_much_larger_than_the_table_finds_its_place() -> None:
     pair.check(1, keys[::-7])
 
 
-def test_scalar_and_vector_hashes_are_one() -> None:
-    pair = Pair()
+def test_both_implementations_use_one_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     for size in range(1, 65):
-        keys = [bytes([255 - i]) * size for i in range(16)]
-        many = pair.index._hash_keys(7, joined(keys)).tolist()
-        assert many == [pair.index._hash_one(7, key) for key in keys]
+        pair = Pair()
+        pair.add(1, [bytes([255 - i]) * size for i in range(30)])
+        for kind in (portable_index, native):
+            monkeypatch.setattr(module, "index_find", kind.index_find)
+            pair.check_all()
 
 
 @pytest.mark.parametrize("many", [False, True])
@@ -216,15 +228,16 @@ def test_rows_beyond_the_last_one_are_no_run() -> None:
     pair.check(1, keys[8:] + numbered(8, 100))
 
 
-def test_seeds_make_different_hashes() -> None:
-    blocks = Blocks(4, 1)
-    assert Index(blocks, 1)._hash_one(1, b"key") != Index(blocks, 2)._hash_one(1, b"key")
-
-
-def test_namespaces_and_lengths_are_part_of_the_hash() -> None:
-    index = Index(Blocks(4, 1), 1)
-    hashes = {index._hash_one(n, k) for n in range(20) for k in (b"a", b"a\0", b"a\0\0")}
-    assert len(hashes) == 60
+def test_seeds_namespaces_and_lengths_are_part_of_the_hash() -> None:
+    places = set()
+    for seed in (1, 2):
+        for namespace in range(20):
+            for key in (b"a", b"a\0", b"a\0\0"):
+                pair = Pair(capacity=16, buckets=1 << 12)
+                pair.index = Index(pair.blocks, seed, 1 << 12)
+                pair.add(namespace, [key])
+                places.add(tuple(np.argwhere(pair.index._table.cells)[0].tolist()))
+    assert len(places) > 100
 
 
 @given(
@@ -234,7 +247,7 @@ def test_namespaces_and_lengths_are_part_of_the_hash() -> None:
         max_size=30,
     ),
 )
-@settings(max_examples=60)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_equals_a_dictionary(kind: type[Index], steps: list[tuple[int, int, int, int]]) -> None:
     pair = Pair(kind, capacity=1 << 10, buckets=1)
     for namespace, start, n, size in steps:

@@ -47,14 +47,6 @@ def test_rows_give_keys_back_with_their_trailing_zeros(size: int) -> None:
     keys = Keys(b"".join(some), size)
     rows = blocks.take(3, keys, np.arange(3))
     assert [blocks.key(row) for row in rows.tolist()] == some
-    assert blocks.matches(rows, 3, keys).all()
-    assert not blocks.matches(rows, 4, keys).any()
-    assert not blocks.matches(rows[::-1], 3, keys)[[0, 2]].any()
-    for row, key in zip(rows.tolist(), some, strict=True):
-        assert blocks.is_key(row, 3, key)
-        assert not blocks.is_key(row, 3, key + b"\0")
-        assert not blocks.is_key(row, 3, key[:-1])
-        assert not blocks.is_key(row, 2, key)
 
 
 def test_a_short_key_in_a_used_row_leaves_nothing_of_the_long_one() -> None:
