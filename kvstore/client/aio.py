@@ -103,7 +103,7 @@ class AsyncConnection(BaseConnection):
         super().close()
 
     def _report_later(self) -> None:
-        self._loop.call_later(REPORT_S, self.send_reports)
+        self._loop.call_later(REPORT_S, self._reports_are_due)
 
     def _start_watching(self) -> None:
         self._loop.call_soon_threadsafe(self._add_writer)

@@ -85,7 +85,7 @@ class BaseConnection:
         self._outbox = self.protocol.outbox
         self._descriptor = -1
         self._watched = False
-        self._reports_due = False
+        self._timed = False
         self._sending = threading.Lock()
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | flags)
 
@@ -149,19 +149,23 @@ class BaseConnection:
             self.send_reports()
 
     def _report_soon(self) -> None:
-        if not self._reports_due:
-            self._reports_due = True
+        # The timer runs on when reports are sent earlier: a thread for each would cost more than a read.
+        if not self._timed:
+            self._timed = True
             with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
                 self._report_later()
 
     def send_reports(self) -> None:
         """Sends the waiting reports."""
-        self._reports_due = False
         if not self.closed and os.getpid() == self.pid and (frames := self.protocol.reported()):
             self._post(frames)
 
+    def _reports_are_due(self) -> None:
+        self._timed = False
+        self.send_reports()
+
     def _report_later(self) -> None:
-        """Calls `send_reports` after `REPORT_S`."""
+        """Calls `_reports_are_due` after `REPORT_S`."""
         raise NotImplementedError
 
     def _post(self, frame: bytes) -> None:

@@ -80,7 +80,7 @@ class Connection(BaseConnection):
         self._flush()
 
     def _report_later(self) -> None:
-        timer = threading.Timer(REPORT_S, self.send_reports)
+        timer = threading.Timer(REPORT_S, self._reports_are_due)
         timer.daemon = True
         timer.start()
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from kvstore import AsyncClient, Client, native
+from kvstore.client import protocol
 from kvstore.client.connection import REPORT_S
 from kvstore.errors import DeniedError
 from kvstore.lab.local_daemon import LocalDaemon
@@ -167,6 +168,22 @@ def test_the_use_of_blocks_is_reported(client: Client) -> None:
         "missed": 6,
     }
     assert client.status()["counters"]["served_bytes"] - served == 54 * BLOCK
+
+
+def test_reports_that_are_sent_early_start_no_more_threads(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "_KEYS_WAIT", 1)
+    ns = stored(client)
+    before, started = figures(client), threading.active_count()
+    for _ in range(20):
+        assert read(ns, KEYS)[0] == len(KEYS)
+    assert threading.active_count() <= started + 1
+    eventually(lambda: since(before, figures(client)).get("delivered") == 20 * len(KEYS))
+    # A report that waits is sent although an earlier one was not waited for.
+    monkeypatch.setattr(protocol, "_KEYS_WAIT", 1024)
+    assert read(ns, KEYS)[0] == len(KEYS)
+    eventually(lambda: since(before, figures(client)).get("delivered") == 21 * len(KEYS))
 
 
 def test_blocks_that_are_read_stay_longest() -> None:
