@@ -10,6 +10,7 @@ from kvstore.core.blocks.block_table import FREE, HOLE, LIVE, RESERVED
 from kvstore.core.capacity.slot_classes import Slots
 from kvstore.core.requests.leases import LeaseTable
 from kvstore.core.residency.residency import DEMOTE, Residency
+from kvstore.native import presence_hash
 from kvstore.types import PRESENCE_NOT_READY, PRESENCE_READY
 
 
@@ -104,7 +105,8 @@ def _check_presence(r: Residency) -> None:
         assert there.all(), "a live block without a copy"
         for size in np.unique(b.key_bytes[rows]).tolist():
             some = b.key_bytes[rows] == size
-            mark, first, second = table.hash(b.words[rows[some]], size)
+            words, seed = b.words[rows[some]], int(table.words[1])
+            mark, first, second = presence_hash(words, size, seed, len(table.cells))
             near = np.hstack((table.cells[first], table.cells[second]))
             near_places = np.hstack((table.places[first], table.places[second]))
             here = (near == (mark | flags[some])[:, None]) & (near_places == places[some][:, None])

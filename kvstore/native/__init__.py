@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import os
 
-from kvstore.native import portable, portable_index
+from kvstore.native import portable, portable_index, portable_presence
 from kvstore.native.pieces import PIECE, pieces, whole
 from kvstore.native.portable import copied
+from kvstore.native.portable_presence import presence_hash
 
 try:
     if os.environ.get("KVSTORE_NATIVE") == "0":
@@ -24,11 +25,13 @@ except ImportError as error:
     sums, checksum = portable.sums, portable.checksum
     index_add, index_find = portable_index.index_add, portable_index.index_find
     index_remove = portable_index.index_remove
+    presence_set = portable_presence.presence_set
     presence = places = read_slots = None
 else:
     IMPLEMENTATION, WHY_NOT = f"native, {_native.instruction_set()}", ""
     copy, sums, checksum = _native.copy, _native.sums, _native.checksum
     index_add, index_find, index_remove = _native.index_add, _native.index_find, _native.index_remove
+    presence_set = _native.presence_set
     presence, places, read_slots = _native.presence, _native.places, _native.read_slots
     # Its sum is that of both sides: each byte is read once.
     copy_in = copy_out = _native.copy_and_sum
@@ -48,6 +51,8 @@ __all__ = [
     "pieces",
     "places",
     "presence",
+    "presence_hash",
+    "presence_set",
     "read_slots",
     "sums",
     "whole",

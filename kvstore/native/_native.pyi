@@ -18,6 +18,9 @@ def presence(table: Any, keys: list[bytes], leading: bool) -> bytes | None:
     bytes of one length, and ValueError for memory that is no table.
     """
 
+def presence_set(
+    table: Any, words: Any, size: int, flags: Any, there: Any, places: Any
+) -> tuple[int, bool]: ...
 def places(table: Any, keys: list[bytes]) -> tuple[bytes, bytes] | None:
     """Returns the flags of the keys before the first absent one, and the place of each as a u64.
 

@@ -1,4 +1,4 @@
-/* Finds keys in a presence table, and where blocks are. Layout and writer: kvstore/core/residency/presence.py.
+/* Finds and sets keys in a presence table, and where blocks are. Layout: kvstore/core/residency/presence.py.
  *
  * Readers take no lock. A cell is one aligned 8-byte word, loaded at once, and says all about its key: what is
  * read while the writer changes the table was true just before or is true just after. The GIL is kept: the keys
@@ -17,6 +17,7 @@
 #define FLAGS UINT64_C(0x1F)
 #define MIX UINT64_C(0x9E3779B97F4A7C15)
 #define AT_ONCE 32
+#define PREFERRED 5 /* cells of its first bucket that a key takes before it looks at the second */
 
 enum state { NOT_READY, READY, RETIRED };
 
@@ -214,7 +215,92 @@ static PyObject *places(PyObject *module, PyObject *args)
     return result;
 }
 
+static int filled(cell *bucket)
+{
+    int used = 0;
+    for (int way = 0; way < WAYS; way++)
+        used += atomic_load_explicit(&bucket[way], memory_order_relaxed) != 0;
+    return used;
+}
+
+/* Returns the cell of a bucket that has a mark (0: the first free one), NULL if there is none. */
+static cell *cell_of(cell *bucket, uint64_t mark)
+{
+    for (int way = 0; way < WAYS; way++)
+        if ((atomic_load_explicit(&bucket[way], memory_order_relaxed) & ~FLAGS) == mark)
+            return &bucket[way];
+    return NULL;
+}
+
+/* The place is there before its cell is. */
+static void store(const presence_table *table, cell *at, uint64_t value, uint64_t where)
+{
+    atomic_store_explicit((_Atomic uint64_t *)(at + WAYS * table->buckets), where, memory_order_relaxed);
+    atomic_store_explicit((_Atomic uint64_t *)at, value, memory_order_release);
+}
+
+/* Sets one key. Returns the number of keys that the table has gained, 2 if there is no room. */
+static int set_key(const presence_table *table, const place *at, uint64_t flags, int there, uint64_t where)
+{
+    cell *known = cell_of(at->first, at->mark);
+    known = known == NULL ? cell_of(at->second, at->mark) : known;
+    if (known != NULL) {
+        store(table, known, there ? at->mark | flags : 0, where);
+        return there ? 0 : -1;
+    }
+    if (!there)
+        return 0;
+    /* Most keys in their first bucket: readers then load one line for each. */
+    int used = filled(at->first);
+    cell *free = cell_of(used >= PREFERRED && filled(at->second) < used ? at->second : at->first, 0);
+    if (free == NULL)
+        return 2;
+    store(table, free, at->mark | flags, where);
+    return 1;
+}
+
+static PyObject *presence_set(PyObject *module, PyObject *args)
+{
+    Py_buffer memory, words, flags, there, where;
+    Py_ssize_t size, gained = 0;
+    presence_table table;
+    PyObject *result = NULL;
+    int room = 1;
+    if (!PyArg_ParseTuple(args, "w*y*ny*y*y*", &memory, &words, &size, &flags, &there, &where))
+        return NULL;
+    Py_ssize_t n = there.len;
+    if (words.len != n * KEY_BYTES || flags.len != n * 8 || where.len != n * 8 || size < 1 || size > KEY_BYTES) {
+        PyErr_SetString(PyExc_ValueError, "not a key, flags and a place for each block");
+    } else if (!open_table(&table, &memory)) {
+        PyErr_SetString(PyExc_ValueError, "no presence table");
+    } else {
+        place places[AT_ONCE];
+        for (Py_ssize_t at = 0; at < n && room; at += AT_ONCE) {
+            Py_ssize_t some = n - at < AT_ONCE ? n - at : AT_ONCE;
+            for (Py_ssize_t i = 0; i < some; i++) {
+                places[i] = place_of(&table, (const char *)words.buf + (at + i) * KEY_BYTES, (size_t)size);
+                __builtin_prefetch((const void *)places[i].first, 1);
+                __builtin_prefetch((const void *)places[i].second, 1);
+            }
+            for (Py_ssize_t i = 0; i < some && room; i++) {
+                int more = set_key(&table, &places[i], ((const uint64_t *)flags.buf)[at + i] & FLAGS,
+                                   ((const uint8_t *)there.buf)[at + i] != 0, ((const uint64_t *)where.buf)[at + i]);
+                room = more < 2;
+                gained += room ? more : 0;
+            }
+        }
+        result = Py_BuildValue("nO", gained, room ? Py_True : Py_False);
+    }
+    PyBuffer_Release(&memory);
+    PyBuffer_Release(&words);
+    PyBuffer_Release(&flags);
+    PyBuffer_Release(&there);
+    PyBuffer_Release(&where);
+    return result;
+}
+
 static PyMethodDef functions[] = {
+    {"presence_set", presence_set, METH_VARARGS, NULL},
     {"presence", presence, METH_VARARGS, NULL},
     {"places", places, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},

@@ -9,23 +9,32 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstore.columns import zeros
 from kvstore.core.blocks.index import splitmix
 from kvstore.core.blocks.key_batch import Keys
+from kvstore.core.residency import presence as module
 from kvstore.core.residency.presence import PresenceTable, table_bytes
+from kvstore.native import portable_presence
 from kvstore.types import MAX_KEY_BYTES, PRESENCE_NOT_READY, PRESENCE_READY, PRESENCE_RETIRED
 
 try:
-    from kvstore.native._native import places, presence
+    from kvstore.native._native import places, presence, presence_set
 except ImportError:
     pytest.skip("the C extension was not built: no compiler, or no Python.h", allow_module_level=True)
 
 ABSENT = 0xFF
 U64 = (1 << 64) - 1
 KEY_LENGTHS = range(1, MAX_KEY_BYTES + 1)
+
+
+@pytest.fixture(params=["native", "portable"], autouse=True)
+def writer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both implementations of the writer."""
+    if request.param == "portable":
+        monkeypatch.setattr(module, "presence_set", portable_presence.presence_set)
 
 
 def table_of(rows: int = 0, seed: int = 7) -> PresenceTable:
@@ -35,7 +44,8 @@ def table_of(rows: int = 0, seed: int = 7) -> PresenceTable:
 
 
 def put(table: PresenceTable, keys: list[bytes], flags: int, there: bool = True) -> bool:
-    words, n = Keys(b"".join(keys), len(keys[0])).words, len(keys)
+    padded, n = b"".join(key.ljust(MAX_KEY_BYTES, b"\0") for key in keys), len(keys)
+    words = Keys(padded, MAX_KEY_BYTES).words
     places = np.array([place_of(key) for key in keys], np.uint64)
     return table.set(words, len(keys[0]), np.full(n, flags, np.uint64), np.full(n, there), places)
 
@@ -173,7 +183,38 @@ def test_what_makes_no_sense_is_refused(memory: Any, keys: Any, error: type) -> 
 changes_of_keys = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 31), st.booleans()), max_size=60)
 
 
+@pytest.mark.parametrize(
+    ("size", "words", "flags", "there", "places"),
+    [
+        (0, 8, 1, 1, 1),
+        (65, 8, 1, 1, 1),
+        (-1, 8, 1, 1, 1),
+        (32, 7, 1, 1, 1),
+        (32, 8, 2, 1, 1),
+        (32, 8, 1, 2, 1),
+        (32, 8, 1, 1, 0),
+    ],
+)
+def test_columns_of_other_lengths_are_not_written(
+    size: int, words: int, flags: int, there: int, places: int
+) -> None:
+    table = table_of()
+    keys, flagged, placed = (np.ones(n, np.uint64) for n in (words, flags, places))
+    with pytest.raises(ValueError, match="not a key, flags and a place"):
+        presence_set(table.words, keys, size, flagged, np.ones(there, np.bool_), placed)
+    assert not table.cells.any()
+
+
+@pytest.mark.parametrize("length", [0, 16, 23])
+def test_memory_that_is_no_table_is_not_written(length: int) -> None:
+    memory, one = zeros(length, np.uint64), np.ones(1, np.uint64)
+    with pytest.raises(ValueError, match="no presence table"):
+        presence_set(memory, np.ones(8, np.uint64), 32, one, np.ones(1, np.bool_), one)
+    assert not memory.any()
+
+
 @given(changes_of_keys, st.integers(0, U64))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_it_reads_what_was_written_last(changes: list[tuple[int, int, bool]], seed: int) -> None:
     table, keys, wanted = table_of(seed=seed), some_keys(41, 13), dict[bytes, int]()
     for which, flags, there in changes:

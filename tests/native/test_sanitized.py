@@ -46,7 +46,12 @@ def test_random_batches_under_sanitizers(tmp_path: Path) -> None:
     }
     said = run(sys.executable, "-m", "tests.native.fuzz", "--seconds", "40", cwd=source, env=env)
     assert "batches on" in said
-    checked = ["tests/native/test_copies.py", "tests/native/test_index.py", "tests/core/blocks/test_index.py"]
+    checked = [
+        "tests/native/test_copies.py",
+        "tests/native/test_index.py",
+        "tests/core/blocks/test_index.py",
+        "tests/native/test_presence.py",
+    ]
     run(sys.executable, "-m", "pytest", "-q", *checked, cwd=source, env=env)
 
 

@@ -1,8 +1,8 @@
 """Presence tables: which keys of a namespace are stored, in memory that clients read without a request.
 
 A table has one cell of 8 bytes for each readable block: a fingerprint of its key, and below it the tier that
-would serve it. A key has two buckets of 8 cells. Readers take no locks: each change is one aligned store of
-numpy, and no cell moves. Even a torn read would only be a miss, or make `acquire` find fewer blocks.
+would serve it. A key has two buckets of 8 cells. Readers take no locks: each change is one aligned store,
+and no cell moves. Even a torn read would only be a miss, or make `acquire` find fewer blocks.
 
 Each cell has a place beside it: where in DRAM the block is, if it is there. A place may be out of date. What
 clients read there is proved by the block's checksum, as everywhere.
@@ -10,7 +10,7 @@ clients read there is proved by the block's checksum, as everywhere.
 A table is filled in steps and then follows every change. One that is too full is retired, like the table of a
 namespace that is deleted, published or gets a TTL. A client then asks for another table. The daemon provides
 the memory: one line of 64 bytes (state, seed of the hash), the buckets, and as many lines of places.
-`native/presence.c` reads it.
+`native/presence.c` reads and writes it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ import numpy.typing as npt
 
 from kvstore.core.actions import PresenceRetired
 from kvstore.core.blocks.block_table import LIVE, Blocks, Rows
-from kvstore.core.blocks.index import splitmix
 from kvstore.core.jobs import Job
 from kvstore.core.residency.namespace import Namespace, Namespaces
 from kvstore.core.residency.outbox import Outbox
 from kvstore.core.residency.topology import Topology
+from kvstore.native import presence_set
 from kvstore.types import (
-    MAX_KEY_BYTES,
     PRESENCE_HIDDEN,
     PRESENCE_NOT_READY,
     PRESENCE_READY,
@@ -40,13 +39,7 @@ U64 = npt.NDArray[np.uint64]
 _WAYS = 8
 _LINE_BYTES = 64
 _LEAST_BUCKETS = 512
-_PREFERRED = 5  # cells of its first bucket that a key takes before it looks at the second
 _FULL = 0.65  # of all cells: up to here, there is room for every key
-_FLAGS = np.uint64(0x1F)
-_LEAST_MARK = np.uint64(0x20)
-_MIX = np.uint64(0x9E3779B97F4A7C15)
-_LOW = np.uint64(0xFFFFFFFF)
-_HALF, _ROTATED = np.uint64(32), np.uint64(29)
 _SCANNED_AT_ONCE = 1 << 14
 _ADDED_AT_ONCE = 1 << 9
 _NEXT_STEP_S = 0.004  # a step takes a tenth of it: requests are not to wait for a table that is filled
@@ -55,16 +48,6 @@ _NEXT_STEP_S = 0.004  # a step takes a tenth of it: requests are not to wait for
 def table_bytes(rows: int) -> int:
     """Returns the bytes of a table that is half full with this number of rows."""
     return _LINE_BYTES * (1 + 2 * max(_LEAST_BUCKETS, -(-2 * rows // _WAYS)))
-
-
-def _folded(words: U64) -> U64:
-    return words ^ (words >> _HALF)
-
-
-def _mixed(words: U64) -> U64:
-    mixed = _folded(words) * _MIX
-    mixed ^= mixed >> _ROTATED
-    return mixed
 
 
 class PresenceTable:
@@ -77,70 +60,20 @@ class PresenceTable:
         self.cells, self.places = words[_WAYS:].reshape(2, -1, _WAYS)
         self.row = 0
         self.count = 0
-        width = MAX_KEY_BYTES // 8
-        *factors, self._size_factor = (f | 1 for f in splitmix(seed, width + 1))
-        self._factors = np.array(factors, np.uint64)
         words[1] = seed
 
     def set_state(self, state: int) -> None:
         """Tells readers whether they may use the table."""
         self.words[0] = state
 
-    def hash(self, words: U64, size: int) -> tuple[U64, Rows, Rows]:
-        """Returns the mark and the two buckets of keys of `size` bytes, given as words."""
-        words = words[:, : -(-size // 8)]
-        sums = _folded(words) @ self._factors[: words.shape[1]]
-        sums += np.uint64(size * self._size_factor & (1 << 64) - 1)
-        hashes = _mixed(sums)
-        mark = hashes & ~_FLAGS
-        mark[mark == 0] = _LEAST_MARK
-        buckets, places = np.uint64(len(self.cells)), _mixed(hashes)
-        first = ((places >> _HALF) * buckets) >> _HALF
-        second = ((places & _LOW) * buckets) >> _HALF
-        return mark, first.astype(np.int64), second.astype(np.int64)
-
     def set(self, words: U64, size: int, flags: U64, there: npt.NDArray[np.bool_], places: U64) -> bool:
         """Adds keys, changes what is said of them, or removes those that are not `there`.
 
-        Returns False if there is no room for some.
+        `words`: keys of `size` bytes, padded to `MAX_KEY_BYTES`. Returns False if there is no room for some.
         """
-        mark, first, second = self.hash(words, size)
-        value = np.where(there, mark | flags, np.uint64(0))
-        todo = np.arange(len(mark))
-        for bucket in (first, second):
-            hit = (self.cells[bucket[todo]] & ~_FLAGS) == mark[todo, None]
-            way = hit.argmax(axis=1)
-            found = hit[np.arange(len(todo)), way]
-            known = todo[found]
-            self.places[bucket[known], way[found]] = places[known]
-            self.cells[bucket[known], way[found]] = value[known]
-            self.count -= len(known) - int(there[known].sum())
-            todo = todo[~found]
-            if not len(todo):
-                return True
-        todo = todo[there[todo]]
-        self.count += len(todo)
-        return self._add(value[todo], places[todo], first[todo], second[todo])
-
-    def _add(self, value: U64, places: U64, first: Rows, second: Rows) -> bool:
-        """Adds each value to its first bucket, or to the emptier one. Returns False if one has no room."""
-        while len(value):
-            used, others = self.cells[first] != 0, self.cells[second] != 0
-            # Most keys in their first bucket: readers then load one line for each.
-            filled = used.sum(axis=1)
-            emptier = (filled >= _PREFERRED) & (others.sum(axis=1) < filled)
-            bucket, used = np.where(emptier, second, first), np.where(emptier[:, None], others, used)
-            if used.all(axis=1).any():
-                return False
-            way = used.argmin(axis=1)
-            # Two keys of a batch may select one cell: the first gets it.
-            _, chosen = np.unique(bucket * _WAYS + way, return_index=True)
-            self.places[bucket[chosen], way[chosen]] = places[chosen]
-            self.cells[bucket[chosen], way[chosen]] = value[chosen]
-            left = np.ones(len(value), np.bool_)
-            left[chosen] = False
-            value, places, first, second = value[left], places[left], first[left], second[left]
-        return self.count <= _FULL * self.cells.size
+        gained, room = presence_set(self.words, words, size, flags, there, places)
+        self.count += gained
+        return room and self.count <= _FULL * self.cells.size
 
 
 class PresenceTables(Job):
@@ -208,8 +141,9 @@ class PresenceTables(Job):
         blocks = self._blocks
         sizes = blocks.key_bytes[rows]
         flags, there, places = self.cells_of(table.namespace, rows)
-        for size in np.unique(sizes).tolist():
-            some = slice(None) if (sizes == size).all() else sizes == size
+        alike = not len(sizes) or bool((sizes == sizes[0]).all())
+        for size in sizes[:1].tolist() if alike else np.unique(sizes).tolist():
+            some = slice(None) if alike else sizes == size
             if not table.set(blocks.words[rows[some]], size, flags[some], there[some], places[some]):
                 self._outgrown.add(table.namespace.number)
                 return self.retire(table.namespace.number)
