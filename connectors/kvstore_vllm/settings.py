@@ -197,10 +197,6 @@ def check_tiered_engine(config: Any, kv_cache_config: Any) -> None:
             f"speculative decoding by {config.speculative_config.method!r} keeps KV of a draft",
             "use KVStoreConnector",
         )
-    if any(isinstance(each.kv_cache_spec, MLAAttentionSpec) for each in kv_cache_config.kv_cache_groups):
-        raise ConfigError(
-            "the model has latent attention, and no test covers it with a CPU tier", "use KVStoreConnector"
-        )
     if config.scheduler_config.async_scheduling and any(
         isinstance(each.kv_cache_spec, MambaSpec) for each in kv_cache_config.kv_cache_groups
     ):

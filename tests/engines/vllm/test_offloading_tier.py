@@ -17,7 +17,7 @@ from kvstore.lab.local_daemon import LocalDaemon
 from tests.daemons import eventually
 from tests.engines.vllm.engine import Engine, cached, full_blocks, prompt, said
 from tests.engines.vllm.offloading import offloading
-from tests.engines.vllm.shapes import SHAPES
+from tests.engines.vllm.shapes import AMX, SHAPES, need_amx
 from tests.processes import stop
 
 DRAM_ONLY = {"dram": {"limit": "128MiB", "huge_pages": False}, "scrub": {"rate": 0}}
@@ -101,12 +101,16 @@ def test_hits_change_nothing_here_and_in_another_process(
         ("window smaller than the prompt", {"block_size": 32}, 497),
         ("short convolutions", STATES, 497),
         ("linear attention", STATES, 1200),
+        ("latent", AMX | {"block_size": 32}, 497),
+        ("latent queries", AMX | {"block_size": 64}, 497),
     ],
 )
 def test_hits_of_hybrid_models_change_nothing(
     spare: Engine, own: LocalDaemon, tmp_path: Path, name: str, changes: dict[str, Any], length: int
 ) -> None:
     """The reference is an engine whose own cache has the prompt: a prefix moves the ends of its steps."""
+    if "latent" in name:
+        need_amx()
     shape = SHAPES[name]
     options = {"model": str(shape.save(tmp_path)), **shape.engine, **changes}
     asked = [prompt(910, length)]

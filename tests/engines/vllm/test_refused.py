@@ -401,6 +401,7 @@ def tiered(**changes: Any) -> SimpleNamespace:
 def test_engines_with_a_cpu_tier_pass() -> None:
     check_tiered_engine(tiered(), groups(FULL, WINDOW, CHUNKS, state()))
     check_tiered_engine(tiered(scheduler_config={"async_scheduling": True}), groups(FULL, WINDOW, CHUNKS))
+    check_tiered_engine(tiered(), groups(LATENT))
     # A tier reports failed loads as misses itself.
     failing = {"is_kv_consumer": True, "kv_load_failure_policy": "fail"}
     check_tiered_engine(tiered(kv_transfer_config=failing), groups(FULL))
@@ -419,7 +420,6 @@ def test_engines_with_a_cpu_tier_pass() -> None:
         (tiered(cache_config={"cache_dtype": "nvfp4"}), groups(FULL), "--kv-cache-dtype is nvfp4"),
         (tiered(model_config={"runner_type": "pooling"}), groups(FULL), "has a pooler"),
         (tiered(), groups(), "has no KV cache"),
-        (tiered(), groups(MLAAttentionSpec(**SIZES, cache_dtype_str="auto")), "latent attention"),
         (
             tiered(scheduler_config={"async_scheduling": True}),
             groups(FULL, state()),
