@@ -87,8 +87,8 @@ def make_mtp(model: Path, scale: float) -> Path:
         copied = weights[name]
         if copied.dim() > 1:
             # Queries and keys select tokens, the rest says what they are.
-            queries = any(each in name for each in ("q_proj", "k_proj", "q_a_proj", "q_b_proj"))
-            random = torch.randn_like(copied) * (0.3 if queries else scale)
+            selects = any(each in name for each in ("q_proj", "k_proj", "q_a_proj", "q_b_proj"))
+            random = torch.randn_like(copied) * (0.3 if selects else scale)
             copied = random if "self_attn" in name else copied * 0.1
         weights[name.replace(f"layers.{last}.", f"layers.{last + 1}.")] = copied.clone()
     for norm in ("enorm", "hnorm", "shared_head.norm"):

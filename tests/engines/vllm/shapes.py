@@ -218,7 +218,7 @@ SHAPES = {
             "conv_dim_out": 128,
             "block_ff_dim": 256,
         },
-        REFERENCE,
+        {"dtype": "bfloat16"},
         sizes=NO_HEAD_DIM,
     ),
     "short convolutions and experts": Shape(
@@ -230,7 +230,7 @@ SHAPES = {
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 64,
         },
-        REFERENCE,
+        {"dtype": "bfloat16"},
         sizes=NO_HEAD_DIM,
     ),
     "Mamba-2": Shape(
@@ -245,7 +245,7 @@ SHAPES = {
             "num_experts_per_tok": 2,
             "shared_intermediate_size": 128,
         },
-        REFERENCE,
+        {"dtype": "bfloat16"},
         sizes=NO_HEAD_DIM,
     ),
     "encoder and decoder": Shape(

@@ -21,12 +21,14 @@ ASKED = prompt(1500, 497)
 # Blocks of recurrent layers are large.
 LONG = prompt(1500, 1300)
 WINDOWS = "interleaved windows"
+SHARDS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+PIECES = {"max_num_batched_tokens": 96, "max_num_seqs": 2}
 MODES: dict[str, dict[str, Any]] = {
-    "two shards": {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
+    "two shards": SHARDS,
     "FP8 KV": {"kv_cache_dtype": "fp8"},
     "FP8 E5M2": {"kv_cache_dtype": "fp8_e5m2"},
     "FP8 KV but for windows": {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["sliding_window"]},
-    "pieces": {"max_num_batched_tokens": 96, "max_num_seqs": 2},
+    "pieces": PIECES,
     "large pieces": {"max_num_batched_tokens": 600, "max_num_seqs": 2},
     "LoRA": {"enable_lora": True, "max_lora_rank": 8},
     # `connector` turns async scheduling off for it.
@@ -35,8 +37,8 @@ MODES: dict[str, dict[str, Any]] = {
     # Layers that share KV compute the last token of a prompt only.
     "fast prefill": {"kv_sharing_fast_prefill": True},
     "AMX": AMX,
-    "AMX in pieces": AMX | {"max_num_batched_tokens": 96, "max_num_seqs": 2},
-    "AMX, two shards": AMX | {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
+    "AMX in pieces": AMX | PIECES,
+    "AMX, two shards": AMX | SHARDS,
     "8-bit weights": {"dtype": "bfloat16"},
     "scaled FP8 KV": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
 }
