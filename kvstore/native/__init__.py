@@ -1,8 +1,8 @@
 """Batches of blocks by a C extension, or by numpy and xxhash where there is none: copies, sums, the index.
 
 A batch is a table of `PIECE`: consecutive pieces whose bytes make up one block, and a checksum for each
-block. Both implementations give the same bytes, sums and errors (`tests/native`). The C extension reads each
-byte once and keeps the GIL released over a whole batch. `KVSTORE_NATIVE=0` in the environment turns it off.
+block. Both implementations give the same bytes, sums and errors (`tests/native`). Copies in C read each
+byte once and keep the GIL released over a whole batch. `KVSTORE_NATIVE=0` in the environment turns it off.
 Not covered here: what is copied, and which sum it must have (`kvstore.arena`, `kvstore.client`).
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 
 from kvstore.native import portable, portable_index, portable_presence
+from kvstore.native.mixing import splitmix
 from kvstore.native.pieces import PIECE, pieces, whole
 from kvstore.native.portable import copied
 from kvstore.native.portable_presence import presence_hash
@@ -54,6 +55,7 @@ __all__ = [
     "presence_hash",
     "presence_set",
     "read_slots",
+    "splitmix",
     "sums",
     "whole",
 ]

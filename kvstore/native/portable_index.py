@@ -13,6 +13,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.native.mixing import MASK64, MIX, mixed
+
 U32: TypeAlias = npt.NDArray[np.uint32]
 U64: TypeAlias = npt.NDArray[np.uint64]
 I64: TypeAlias = npt.NDArray[np.int64]
@@ -21,8 +23,6 @@ Parts: TypeAlias = tuple[U32, U64, U32, U64]
 _VECTOR_FROM = 12
 """Smaller batches are faster with plain integers."""
 _WAYS = 8
-_MASK64 = (1 << 64) - 1
-_MIX = 0x9E3779B97F4A7C15
 _SPREAD = 0x5BD1E995
 
 
@@ -118,22 +118,18 @@ def _add_one(parts: Parts, row: int) -> bool:
 
 def _place(words: U64, info: int, factors: U64, mask: int) -> tuple[int, tuple[int, int]]:
     h = _start(info & 0xFFFF, info >> 16, factors) + sum(map(mul, words.tolist(), factors.tolist()))
-    h = (((h & _MASK64) ^ ((h & _MASK64) >> 32)) * _MIX) & _MASK64
+    h = (((h & MASK64) ^ ((h & MASK64) >> 32)) * MIX) & MASK64
     h ^= h >> 29
     mark, first = (h >> 32) or 1, h & mask
     return mark, (first, first ^ ((mark * _SPREAD) & mask))
 
 
 def _start(namespace: int, size: int, factors: U64) -> int:
-    return (namespace * int(factors[-2]) + size * int(factors[-1]) + 1) & _MASK64
+    return (namespace * int(factors[-2]) + size * int(factors[-1]) + 1) & MASK64
 
 
 def _hash(starts: U64 | np.uint64, words: U64, factors: U64) -> U64:
-    h = words @ factors[: words.shape[1]] + starts
-    h ^= h >> np.uint64(32)
-    h *= np.uint64(_MIX)
-    h ^= h >> np.uint64(29)
-    return h
+    return mixed(words @ factors[: words.shape[1]] + starts)
 
 
 def _hash_rows(parts: Parts, rows: I64) -> U64:

@@ -5,22 +5,24 @@ Layout: `kvstore.core.residency.presence`. Each change is one aligned store of n
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.native.mixing import MASK64, mixed, splitmix
+
 U64: TypeAlias = npt.NDArray[np.uint64]
 I64: TypeAlias = npt.NDArray[np.int64]
 
 _WAYS = 8
+_KEY_WORDS = 8
 _PREFERRED = 5  # cells of its first bucket that a key takes before it looks at the second
 _FLAGS = np.uint64(0x1F)
 _LEAST_MARK = np.uint64(0x20)
-_MIX = 0x9E3779B97F4A7C15
 _LOW = np.uint64(0xFFFFFFFF)
-_HALF, _ROTATED = np.uint64(32), np.uint64(29)
-_MASK64 = (1 << 64) - 1
+_HALF = np.uint64(32)
 
 
 def presence_set(
@@ -68,34 +70,24 @@ def presence_set(
 def presence_hash(words: U64, size: int, seed: int, buckets: int) -> tuple[U64, I64, I64]:
     """Returns the mark and the two buckets of each key of `size` bytes."""
     words = words[:, : -(-size // 8)]
-    *factors, size_factor = _factors(seed)
-    sums = _folded(words) @ np.array(factors[: words.shape[1]], np.uint64)
-    sums += np.uint64(size * size_factor & _MASK64)
-    hashes = _mixed(sums)
+    factors, size_factor = _factors(seed)
+    sums = _folded(words) @ factors[: words.shape[1]]
+    sums += np.uint64(size * size_factor & MASK64)
+    hashes = mixed(sums)
     mark = hashes & ~_FLAGS
     mark[mark == 0] = _LEAST_MARK
-    places = _mixed(hashes)
+    places = mixed(hashes)
     first = ((places >> _HALF) * np.uint64(buckets)) >> _HALF
     second = ((places & _LOW) * np.uint64(buckets)) >> _HALF
     return mark, first.astype(np.int64), second.astype(np.int64)
 
 
-def _factors(seed: int) -> list[int]:
-    """Returns the factors of the eight words of a key, and of its length."""
-    out = []
-    for i in range(1, 10):
-        z = (seed + i * _MIX) & _MASK64
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
-        out.append((z ^ (z >> 31)) | 1)
-    return out
+@lru_cache(maxsize=64)
+def _factors(seed: int) -> tuple[U64, int]:
+    """Returns the factors of the eight words of a key, and that of its length."""
+    *words, size = (f | 1 for f in splitmix(seed, _KEY_WORDS + 1))
+    return np.array(words, np.uint64), size
 
 
 def _folded(words: U64) -> U64:
     return words ^ (words >> _HALF)
-
-
-def _mixed(words: U64) -> U64:
-    mixed = _folded(words) * np.uint64(_MIX)
-    mixed ^= mixed >> _ROTATED
-    return mixed

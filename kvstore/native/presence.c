@@ -33,7 +33,7 @@ typedef struct {
     cell *first, *second;
 } place;
 
-/* The same numbers as `splitmix` of kvstore/core/blocks/index.py. */
+/* The same numbers as `splitmix` of mixing.py. */
 static void make_factors(uint64_t *factors, uint64_t seed)
 {
     for (int i = 0; i < FACTORS; i++) {

@@ -13,11 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstore.columns import zeros
-from kvstore.core.blocks.index import splitmix
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.residency import presence as module
 from kvstore.core.residency.presence import PresenceTable, table_bytes
-from kvstore.native import portable_presence
+from kvstore.native import portable_presence, splitmix
 from kvstore.types import MAX_KEY_BYTES, PRESENCE_NOT_READY, PRESENCE_READY, PRESENCE_RETIRED
 
 try:

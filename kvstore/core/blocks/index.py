@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvstore.columns import zeros
 from kvstore.core.blocks.block_table import Blocks, Rows
 from kvstore.core.blocks.key_batch import Keys
-from kvstore.native import index_add, index_find, index_remove
+from kvstore.native import index_add, index_find, index_remove, splitmix
 from kvstore.types import MAX_KEY_BYTES
 
 _WAYS = 8
@@ -27,19 +27,6 @@ _MOVE_BUCKETS = 32
 _SETTLE = 256
 _RUN_FROM = 12
 """Rows are compared with a run from so many keys on."""
-_MASK64 = (1 << 64) - 1
-_MIX = 0x9E3779B97F4A7C15
-
-
-def splitmix(seed: int, n: int) -> list[int]:
-    """Returns n mixed 64-bit numbers from one seed."""
-    out = []
-    for i in range(1, n + 1):
-        z = (seed + i * _MIX) & _MASK64
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
-        out.append(z ^ (z >> 31))
-    return out
 
 
 class _Table:

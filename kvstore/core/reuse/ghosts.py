@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from kvstore.columns import zeros
 from kvstore.core.blocks.block_table import Blocks, Rows
-from kvstore.core.blocks.index import splitmix
+from kvstore.native import splitmix
 
 Fingerprints = npt.NDArray[np.uint64]
 
