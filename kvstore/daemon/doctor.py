@@ -275,7 +275,9 @@ def records(path: Path) -> Check:
 def engine(why_not: str, nvidia_fs: bool) -> Check:
     """Shows the I/O engine. `why_not`: why kvikio is not used; `nvidia_fs`: whether its module is loaded."""
     if why_not:
-        return Check(OK, "NVMe I/O", f"posix: {why_not}")
+        no_ring = native.why_no_io_uring()
+        ring = f"without io_uring ({no_ring})" if no_ring else "with io_uring"
+        return Check(OK, "NVMe I/O", f"posix, {ring}: {why_not}")
     way = "by GPUDirect Storage" if nvidia_fs else "in compatibility mode: nvidia-fs is not loaded"
     return Check(OK, "NVMe I/O", f"kvikio, to and from a GPU {way}")
 

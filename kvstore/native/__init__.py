@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import os
 
-from kvstore.native import portable, portable_index, portable_presence
+from kvstore.native import portable, portable_files, portable_index, portable_presence
 from kvstore.native.mixing import splitmix
 from kvstore.native.pieces import PIECE, pieces, whole
 from kvstore.native.portable import copied
+from kvstore.native.portable_files import END_OF_FILE, FilePiece
 from kvstore.native.portable_presence import presence_hash
 
 try:
@@ -24,6 +25,7 @@ except ImportError as error:
     IMPLEMENTATION, WHY_NOT = "numpy and xxhash", str(error)
     copy, copy_in, copy_out = portable.copy, portable.copy_in, portable.copy_out
     sums, checksum = portable.sums, portable.checksum
+    move_files, why_no_io_uring = portable_files.move_files, portable_files.why_no_io_uring
     index_add, index_find = portable_index.index_add, portable_index.index_find
     index_remove = portable_index.index_remove
     presence_set = portable_presence.presence_set
@@ -31,6 +33,7 @@ except ImportError as error:
 else:
     IMPLEMENTATION, WHY_NOT = f"native, {_native.instruction_set()}", ""
     copy, sums, checksum = _native.copy, _native.sums, _native.checksum
+    move_files, why_no_io_uring = _native.move_files, _native.why_no_io_uring
     index_add, index_find, index_remove = _native.index_add, _native.index_find, _native.index_remove
     presence_set = _native.presence_set
     presence, places, read_slots = _native.presence, _native.places, _native.read_slots
@@ -38,9 +41,11 @@ else:
     copy_in = copy_out = _native.copy_and_sum
 
 __all__ = [
+    "END_OF_FILE",
     "IMPLEMENTATION",
     "PIECE",
     "WHY_NOT",
+    "FilePiece",
     "checksum",
     "copied",
     "copy",
@@ -49,6 +54,7 @@ __all__ = [
     "index_add",
     "index_find",
     "index_remove",
+    "move_files",
     "pieces",
     "places",
     "presence",
@@ -58,4 +64,5 @@ __all__ = [
     "splitmix",
     "sums",
     "whole",
+    "why_no_io_uring",
 ]

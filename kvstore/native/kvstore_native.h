@@ -8,6 +8,7 @@
 
 /* Adds the functions of one file to the module. Each returns -1 with an exception, or 0. */
 int add_copies(PyObject *module);
+int add_files(PyObject *module);
 int add_index(PyObject *module);
 int add_presence(PyObject *module);
 int add_slots(PyObject *module);

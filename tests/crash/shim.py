@@ -84,6 +84,11 @@ class Steps:
 
 
 def _hook_device(steps: Steps) -> None:
+    from kvstore import native  # noqa: PLC0415 - after the clock, which it may look at
+    from kvstore.native import portable_files  # noqa: PLC0415
+
+    # The C extension makes system calls of its own, which cannot be hooked.
+    native.move_files = portable_files.move_files
     pwritev, fdatasync = os.pwritev, os.fdatasync
 
     def shimmed_pwritev(fd: int, buffers: Sequence[memoryview], offset: int) -> int:

@@ -33,6 +33,8 @@ from tests.daemons import (
 # Runs in the daemon before anything else: block I/O waits for as long as the file is there.
 _HANGING_DEVICE = """
 import os, time
+from kvstore import native
+from kvstore.native import portable_files
 
 def hangs(call):
     def wait(*arguments):
@@ -41,6 +43,7 @@ def hangs(call):
         return call(*arguments)
     return wait
 
+native.move_files = portable_files.move_files
 os.preadv, os.pwritev, os.fdatasync = map(hangs, (os.preadv, os.pwritev, os.fdatasync))
 """
 

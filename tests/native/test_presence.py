@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 from itertools import combinations
 from typing import Any
@@ -236,7 +237,8 @@ def test_readers_beside_the_writer_see_each_key_as_it_was_or_is() -> None:
             wrong.extend(each for each in [presence(table.words, stays, True)] if each.strip(b"\0\2") != b"")
             wrong.extend(each for each in [presence(table.words, stays, True)] if len(each) != len(stays))
 
-    reader = threading.Thread(target=read)
+    reader, interval = threading.Thread(target=read), sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # threads take turns within a call
     reader.start()
     for _ in range(200):
         put(table, moves, 1)
@@ -245,4 +247,5 @@ def test_readers_beside_the_writer_see_each_key_as_it_was_or_is() -> None:
         put(table, stays, 0)
     over.set()
     reader.join()
+    sys.setswitchinterval(interval)
     assert not wrong

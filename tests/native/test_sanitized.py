@@ -48,6 +48,7 @@ def test_random_batches_under_sanitizers(tmp_path: Path) -> None:
     assert "batches on" in said
     checked = [
         "tests/native/test_copies.py",
+        "tests/native/test_files.py",
         "tests/native/test_index.py",
         "tests/core/blocks/test_index.py",
         "tests/native/test_presence.py",

@@ -24,7 +24,7 @@ from kvstore.errors import MisuseError, TierError
 from kvstore.tiers.base import BlockIO, Owner
 from kvstore.tiers.nvme.encryption import BlockCipher
 from kvstore.tiers.nvme.io.bounce_buffers import BounceBufferEngine
-from kvstore.tiers.nvme.io.posix_engine import PosixEngine
+from kvstore.tiers.nvme.io.posix_engine import Piece, PosixEngine
 from kvstore.tiers.nvme.io.transforms import DeviceIO, EncryptedIO, TagError
 from kvstore.tiers.nvme.journal import Namespace
 from kvstore.tiers.nvme.key_files import MasterKey
@@ -50,13 +50,16 @@ class Reaching(PosixEngine):
         super().__init__(threads=2)
         self.registered: list[int] = []
 
-    def _move(self, io: BlockIO, start: int, stop: int) -> None:
-        if isinstance(io.buffer, DeviceBuffer):
-            self.straight += 1
-            io.buffer.gpu.select()
-            memory = (ctypes.c_char * io.buffer.nbytes).from_address(io.buffer.address)
-            io = BlockIO(io.fd, io.offset, memoryview(memory).cast("B"), io.write)
-        super()._move(io, start, stop)
+    def _move(self, pieces: list[Piece]) -> list[OSError | None]:
+        return super()._move([(i, self._reached(io), start, stop) for i, io, start, stop in pieces])
+
+    def _reached(self, io: BlockIO) -> BlockIO:
+        if not isinstance(io.buffer, DeviceBuffer):
+            return io
+        self.straight += 1
+        io.buffer.gpu.select()
+        memory = (ctypes.c_char * io.buffer.nbytes).from_address(io.buffer.address)
+        return BlockIO(io.fd, io.offset, memoryview(memory).cast("B"), io.write)
 
     def register(self, buffer: DeviceBuffer) -> None:
         self.registered.append(buffer.address)

@@ -1,6 +1,6 @@
 """Moves blocks between memory and files by kvikio: GPUDirect Storage where available, else its POSIX path.
 
-Queues and threads are those of the posix engine. Each of its tasks is one task of kvikio, which has threads
+Queues and threads are those of the posix engine. Each of its pieces is one task of kvikio, which has threads
 of its own and no errno. kvikio needs libcuda: see `why_not`. With GPUDirect, GPU memory goes straight to the
 device, otherwise through kvikio's host buffers.
 """
@@ -19,7 +19,7 @@ import numpy as np
 
 from kvstore.cuda.device import CudaError, DeviceBuffer
 from kvstore.tiers.base import BlockIO
-from kvstore.tiers.nvme.io.posix_engine import PosixEngine
+from kvstore.tiers.nvme.io.posix_engine import Piece, PosixEngine, one_by_one
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +45,6 @@ def why_not() -> str:
 class KvikioEngine(PosixEngine):
     """An `IOEngine` for any file. Requires that `why_not` is empty."""
 
-    name = "kvikio"
     device_memory = True
 
     def __init__(self, threads: int = 4, task_bytes: int = 512 << 10, queue_tasks: int = 1 << 14) -> None:
@@ -55,6 +54,7 @@ class KvikioEngine(PosixEngine):
         self._counted = threads
         _use(threads, task_bytes)
         super().__init__(threads, task_bytes, queue_tasks)
+        self.name = "kvikio"
 
     def release(self, fd: int) -> None:
         """See `IOEngine.release`: kvikio's own descriptors of the file are closed."""
@@ -89,7 +89,10 @@ class KvikioEngine(PosixEngine):
         counted, self._counted = self._counted, 0
         _use(-counted)
 
-    def _move(self, io: BlockIO, start: int, stop: int) -> None:
+    def _move(self, pieces: list[Piece]) -> list[OSError | None]:
+        return one_by_one(self._move_one, pieces)
+
+    def _move_one(self, io: BlockIO, start: int, stop: int) -> None:
         writable, file = self._file(io.fd)
         if io.write and not writable:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))

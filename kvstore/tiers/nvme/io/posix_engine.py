@@ -1,7 +1,8 @@
-"""Moves blocks between memory and files by `preadv` and `pwritev`, on a few threads.
+"""Moves blocks between memory and files on a few threads, by io_uring where the kernel lets them.
 
-A block is cut into tasks, so that a large block has several requests at the device and a small block behind
-it starts soon. Tasks wait in two queues, urgent and not. System calls release the GIL.
+A large block is cut into pieces, so that the device has several requests and a small block behind it starts
+soon. A task is some pieces for one thread: `move_files` has all of them at the device at once. Tasks wait in
+two queues, urgent and not.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import TypeAlias
 
+from kvstore import native
 from kvstore.cuda.device import DeviceBuffer
 from kvstore.errors import MisuseError, TierError
 from kvstore.tiers.base import OTHERS_EVERY, BlockIO
@@ -22,20 +24,26 @@ from kvstore.types import ALIGN
 
 _log = logging.getLogger(__name__)
 
+_MOST_PIECES = 64  # of a task, which delays urgent ones
+
+Piece: TypeAlias = tuple[int, BlockIO, int, int]
+"""The number of an I/O in its batch, the I/O, and where in its buffer the piece starts and ends."""
+
 
 class PosixEngine:
-    """An `IOEngine` for any file. One system call moves at most `task_bytes`."""
+    """An `IOEngine` for any file. A task moves at most `task_bytes`."""
 
-    name = "posix"
     device_memory = False
 
     def __init__(self, threads: int = 4, task_bytes: int = 512 << 10, queue_tasks: int = 1 << 14) -> None:
-        """Starts the threads. Refuses a batch if its queue would exceed `queue_tasks`."""
+        """Starts the threads. Refuses a batch if `queue_tasks` pieces of its urgency would wait."""
         if threads < 1 or task_bytes < ALIGN or task_bytes % ALIGN:
             raise MisuseError(f"{threads} threads, {task_bytes} bytes a task", f"multiples of {ALIGN} bytes")
+        self.name = "posix" if native.why_no_io_uring() else "posix, io_uring"
         self._task_bytes = task_bytes
         self._queue_tasks = queue_tasks
         self._queues: tuple[deque[_Task], deque[_Task]] = deque(), deque()  # the second one is urgent
+        self._waiting = [0, 0]  # pieces in each queue
         self._tokens: SimpleQueue[bool] = SimpleQueue()  # one a task, then False for each thread
         self._choosing = threading.Lock()
         self._passed_over = 0
@@ -53,28 +61,50 @@ class PosixEngine:
         """See `IOEngine.submit`."""
         for io in ios:
             io.check()
-        step = self._task_bytes
-        queue, batch = self._queues[urgent], _Batch(len(ios), done)
-        tasks: list[_Task] = [
-            (batch, i, io, start, min(start + step, len(io.buffer)))
+        step, batch = self._task_bytes, _Batch(len(ios), done)
+        pieces = [
+            (i, io, start, min(start + step, len(io.buffer)))
             for i, io in enumerate(ios)
             for start in range(0, len(io.buffer), step)
         ]
         with self._submitting:
             if self._closed:
                 raise TierError("the I/O engine is closed")
-            if len(queue) + len(tasks) > self._queue_tasks:
+            if self._waiting[urgent] + len(pieces) > self._queue_tasks:
                 batch.errors = [OSError(errno.EAGAIN, "too much waits for the device") for _ in ios]
-                tasks = []
-            tasks = tasks or [(batch, 0, None, 0, 0)]
+                pieces = []
+            tasks = self._tasks(pieces) or [[]]
             batch.tasks_left = len(tasks)
-            for task in tasks:
-                queue.append(task)
+            with self._choosing:
+                self._waiting[urgent] += len(pieces)
+                self._queues[urgent].extend((batch, task) for task in tasks)
+            for _ in tasks:
                 self._tokens.put(True)
 
-    def _move(self, io: BlockIO, start: int, stop: int) -> None:
-        """Moves bytes `start` to `stop` of a block. Raises OSError."""
-        _move(io, start, stop)
+    def _tasks(self, pieces: list[Piece]) -> list[list[Piece]]:
+        """Divides pieces among the threads, in order."""
+        total = sum(stop - start for _, _, start, stop in pieces)
+        most_bytes = min(self._task_bytes, -(-total // len(self._threads)))
+        tasks: list[list[Piece]] = []
+        room = 0
+        for piece in pieces:
+            size = piece[3] - piece[2]
+            if size > room or len(tasks[-1]) == _MOST_PIECES:
+                tasks.append([])
+                room = max(most_bytes, size)
+            tasks[-1].append(piece)
+            room -= size
+        return tasks
+
+    def _move(self, pieces: list[Piece]) -> list[OSError | None]:
+        """Moves pieces. Returns one outcome a piece."""
+        outcomes = native.move_files(
+            [(io.fd, io.offset + start, io.buffer[start:stop], io.write) for _, io, start, stop in pieces]
+        )
+        return [
+            _error(outcome, piece) if outcome else None
+            for outcome, piece in zip(outcomes, pieces, strict=True)
+        ]
 
     def release(self, fd: int) -> None:
         """See `IOEngine.release`. There is no state to free."""
@@ -99,24 +129,19 @@ class PosixEngine:
         """Returns the next task. The caller has taken a token for it."""
         others, urgent = self._queues
         with self._choosing:
+            takes_urgent = bool(urgent)
             if urgent and others:
                 self._passed_over = (self._passed_over + 1) % OTHERS_EVERY
-                return urgent.popleft() if self._passed_over else others.popleft()
-            return (urgent or others).popleft()
+                takes_urgent = bool(self._passed_over)
+            task = self._queues[takes_urgent].popleft()
+            self._waiting[takes_urgent] -= len(task[1])
+            return task
 
     def _work(self) -> None:
         while self._tokens.get():
-            task = self._next()
-            batch, index, io, start, stop = task
-            if io is not None and batch.errors[index] is None:
-                try:
-                    self._move(io, start, stop)
-                except OSError as error:
-                    batch.errors[index] = error.with_traceback(None)  # its frames hold the buffers
-                except Exception as error:
-                    batch.errors[index] = OSError(errno.EINVAL, repr(error))
-            batch.end_task()
-            del task, batch, io  # the next wait may be long, and must not keep buffers alive
+            batch, pieces = self._next()
+            batch.run(self._move, pieces)
+            del batch, pieces  # the next wait may be long, and must not keep buffers alive
 
 
 class _Batch:
@@ -130,7 +155,15 @@ class _Batch:
         self.lock = threading.Lock()
         self.tasks_left = 0
 
-    def end_task(self) -> None:
+    def run(self, move: Callable[[list[Piece]], list[OSError | None]], pieces: list[Piece]) -> None:
+        """Moves pieces of I/Os that have not failed. Ends a task."""
+        pieces = [piece for piece in pieces if self.errors[piece[0]] is None]
+        try:
+            outcomes = move(pieces) if pieces else []
+        except Exception as error:
+            outcomes = [OSError(errno.EINVAL, repr(error))] * len(pieces)
+        for (index, *_), outcome in zip(pieces, outcomes, strict=True):
+            self.errors[index] = self.errors[index] or outcome
         with self.lock:
             self.tasks_left -= 1
             if self.tasks_left:
@@ -141,20 +174,26 @@ class _Batch:
             _log.exception("a completion callback failed")
 
 
-_Task: TypeAlias = tuple[_Batch, int, BlockIO | None, int, int]
+_Task: TypeAlias = tuple[_Batch, list[Piece]]
 
 
-def _move(io: BlockIO, start: int, stop: int) -> None:
-    """Moves bytes `start` to `stop` of a block. Raises OSError. Python retries EINTR."""
-    call: Callable[..., int] = os.pwritev if io.write else os.preadv
-    while start < stop:
+def one_by_one(move: Callable[[BlockIO, int, int], None], pieces: list[Piece]) -> list[OSError | None]:
+    """Calls `move` for each piece, which raises OSError. Returns one outcome a piece."""
+    outcomes: list[OSError | None] = []
+    for _, io, start, stop in pieces:
+        outcome = None
         try:
-            moved = call(io.fd, (io.buffer[start:stop],), io.offset + start)
+            move(io, start, stop)
         except OSError as error:
-            # Direct I/O ends short and unaligned only at the end of a file, and then fails with EINVAL.
-            if error.errno != errno.EINVAL or start % ALIGN == 0:
-                raise
-            moved = 0
-        if moved == 0:
-            raise OSError(errno.EIO, f"the file ends at {io.offset + start}")
-        start += moved
+            outcome = error.with_traceback(None)  # its frames hold the buffers
+        except Exception as error:
+            outcome = OSError(errno.EINVAL, repr(error))
+        outcomes.append(outcome)
+    return outcomes
+
+
+def _error(outcome: int, piece: Piece) -> OSError:
+    _, io, _, stop = piece
+    if outcome == native.END_OF_FILE:
+        return OSError(errno.EIO, f"the file ends before {io.offset + stop}")
+    return OSError(outcome, os.strerror(outcome))
