@@ -253,9 +253,11 @@ static int take(piece *p, PyObject *tuple)
 
 static PyObject *move_files(PyObject *module, PyObject *list)
 {
-    Py_ssize_t n = PyList_Size(list), held = 0;
-    if (n < 0)
+    if (!PyList_Check(list)) {
+        PyErr_SetString(PyExc_TypeError, "pieces are no list");
         return NULL;
+    }
+    Py_ssize_t n = PyList_Size(list), held = 0;
     PyObject *errors = NULL;
     piece *pieces = PyMem_Calloc((size_t)n + 1, sizeof *pieces);
     if (pieces == NULL)

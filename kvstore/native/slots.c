@@ -38,6 +38,10 @@ static int take_extent(request *q, PyObject *tuple, const Py_buffer *out)
 {
     extent *e = &q->extents[q->count];
     PyObject *memory;
+    if (!PyTuple_Check(tuple)) {
+        PyErr_SetString(PyExc_TypeError, "an extent is no tuple");
+        return -1;
+    }
     if (!PyArg_ParseTuple(tuple, "IOKK", &e->number, &memory, &e->payload_offset, &e->slots) ||
         PyObject_GetBuffer(memory, &e->view, PyBUF_SIMPLE))
         return -1;
@@ -60,6 +64,10 @@ static int take_extent(request *q, PyObject *tuple, const Py_buffer *out)
 /* Copies the first n keys, which other threads could remove from the list. Returns -1 with an exception. */
 static int take_keys(request *q, PyObject *keys, Py_ssize_t n)
 {
+    if (!PyList_Check(keys)) {
+        PyErr_SetString(PyExc_TypeError, "keys are no list");
+        return -1;
+    }
     q->keys = PyMem_Malloc((size_t)n * KEY_BYTES + 1);
     if (q->keys == NULL) {
         PyErr_NoMemory();

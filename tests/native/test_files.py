@@ -92,6 +92,12 @@ def test_bad_input_moves_nothing(move: Move, fd: int, wrong: Any) -> None:
     assert os.fstat(fd).st_size == 0
 
 
+@pytest.mark.parametrize("wrong", [None, 7])
+def test_pieces_that_are_no_list(move: Move, wrong: Any) -> None:
+    with pytest.raises(TypeError):
+        move(wrong)
+
+
 def test_pipes_are_no_files(move: Move) -> None:
     """System calls say why: a ring would wait for a pipe's bytes."""
     ends = os.pipe()

@@ -139,7 +139,7 @@ GOOD: dict[str, Any] = {
         ({"keys": ["text"]}, TypeError),
         ({"keys": [b"k" * 65]}, ValueError),
         ({"keys": [b"k", b"kk"], "places": bytes(16)}, ValueError),
-        ({"keys": (b"k" * 32,)}, SystemError),
+        ({"keys": (b"k" * 32,)}, TypeError),
         ({"namespace": b"short"}, ValueError),
         ({"block_bytes": 4097}, ValueError),
         ({"block_bytes": 0, "slot_bytes": 0}, ValueError),
@@ -151,6 +151,7 @@ GOOD: dict[str, Any] = {
         ({"extents": [(0, bytes(8192), 8192, 1)]}, ValueError),
         ({"extents": [(0, bytes(8192), 0, 0)]}, ValueError),
         ({"extents": 7}, TypeError),
+        ({"extents": [7]}, TypeError),
     ],
 )
 def test_what_does_not_fit_together_is_refused(change: dict[str, Any], error: type) -> None:
