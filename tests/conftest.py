@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,9 +37,16 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         _skipped.note(report.nodeid)
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves out what an earlier run has tested as well as this one would."""
+    """Leaves out what an earlier run has tested as well as this one would. Orders files, longest first.
+
+    Each worker takes the next file, so a long one at the end would keep the others waiting.
+    """
     items[:] = [item for item in items if _skipped.wants(item)]
+    tests = Counter(item.path for item in items)
+    slow = {item.path for item in items if item.get_closest_marker("long")}
+    items.sort(key=lambda item: (item.path not in slow, -tests[item.path], item.path))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
