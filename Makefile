@@ -13,7 +13,7 @@ demo: $(READY)
 	@$(BIN)/kvstore demo $(if $(filter-out 0,$(STAY)),--stay)
 
 # Tests of one file share their daemons. The last lines list the skipped tests with reasons.
-PYTEST = $(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+PYTEST = $(BIN)/pytest --numprocesses 3 --dist loadfile
 test: $(READY)
 	$(PYTEST) -m "not long" --hypothesis-profile=quick
 

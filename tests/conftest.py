@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,16 +36,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         _skipped.note(report.nodeid)
 
 
-@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves out what an earlier run has tested as well as this one would. Orders files, longest first.
-
-    Each worker takes the next file, so a long one at the end would keep the others waiting.
-    """
+    """Leaves out what an earlier run has tested as well as this one would."""
     items[:] = [item for item in items if _skipped.wants(item)]
-    tests = Counter(item.path for item in items)
-    slow = {item.path for item in items if item.get_closest_marker("long")}
-    items.sort(key=lambda item: (item.path not in slow, -tests[item.path], item.path))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
