@@ -1,5 +1,5 @@
-/* Reads and writes pieces of files: by io_uring, which has all pieces of a call at the device at once, or one after
- * another where the kernel or a sandbox refuses it. The contract: portable_files.py.
+/* Reads and writes pieces of files. io_uring gives the device all pieces of a call at once. Where the kernel or a
+ * sandbox refuses it, they are moved one after another. The contract: portable_files.py.
  */
 #define _GNU_SOURCE
 #include "kvstore_native.h"

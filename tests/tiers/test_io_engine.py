@@ -390,7 +390,7 @@ class TestSystemCalls(IOEngineContract):
             return len(buffers[0])
 
         monkeypatch.setattr(os, "preadv", slow)
-        engine = PosixEngine(threads=1, task_bytes=ALIGN, queue_tasks=4)
+        engine = PosixEngine(threads=1, task_bytes=ALIGN, queue_pieces=4)
         waiters = {lane: [Waiter() for _ in range(3)] for lane in (False, True)}
         for urgent, mine in waiters.items():
             for waiter in mine:
@@ -424,7 +424,7 @@ class TestSystemCalls(IOEngineContract):
             return whole(fd, buffers, offset)
 
         monkeypatch.setattr(os, "pwritev", slow)
-        engine = PosixEngine(threads=1, task_bytes=ALIGN, queue_tasks=4)
+        engine = PosixEngine(threads=1, task_bytes=ALIGN, queue_pieces=4)
         fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
         accepted, refused = Waiter(), Waiter()
         engine.submit([BlockIO(fd, 0, aligned(4 * ALIGN), True)], accepted)

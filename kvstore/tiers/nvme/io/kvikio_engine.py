@@ -19,7 +19,7 @@ import numpy as np
 
 from kvstore.cuda.device import CudaError, DeviceBuffer
 from kvstore.tiers.base import BlockIO
-from kvstore.tiers.nvme.io.posix_engine import Piece, PosixEngine, one_by_one
+from kvstore.tiers.nvme.io.posix_engine import Piece, PosixEngine
 
 _log = logging.getLogger(__name__)
 
@@ -47,13 +47,13 @@ class KvikioEngine(PosixEngine):
 
     device_memory = True
 
-    def __init__(self, threads: int = 4, task_bytes: int = 512 << 10, queue_tasks: int = 1 << 14) -> None:
+    def __init__(self, threads: int = 4, task_bytes: int = 512 << 10, queue_pieces: int = 1 << 14) -> None:
         """Starts the threads. See `PosixEngine`."""
         self._files: dict[int, tuple[bool, Any]] = {}
         self._opening = threading.Lock()
         self._counted = threads
         _use(threads, task_bytes)
-        super().__init__(threads, task_bytes, queue_tasks)
+        super().__init__(threads, task_bytes, queue_pieces)
         self.name = "kvikio"
 
     def release(self, fd: int) -> None:
@@ -90,7 +90,17 @@ class KvikioEngine(PosixEngine):
         _use(-counted)
 
     def _move(self, pieces: list[Piece]) -> list[OSError | None]:
-        return one_by_one(self._move_one, pieces)
+        outcomes: list[OSError | None] = []
+        for _, io, start, stop in pieces:
+            outcome = None
+            try:
+                self._move_one(io, start, stop)
+            except OSError as error:
+                outcome = error.with_traceback(None)  # its frames hold the buffers
+            except Exception as error:
+                outcome = OSError(errno.EINVAL, repr(error))
+            outcomes.append(outcome)
+        return outcomes
 
     def _move_one(self, io: BlockIO, start: int, stop: int) -> None:
         writable, file = self._file(io.fd)

@@ -1,7 +1,7 @@
 """Moves blocks between memory and files on a few threads, by io_uring where the kernel lets them.
 
 A large block is cut into pieces, so that the device has several requests and a small block behind it starts
-soon. A task is some pieces for one thread: `move_files` has all of them at the device at once. Tasks wait in
+soon. A task is a list of pieces for one thread. `move_files` gives the device all of them at once. Tasks wait in
 two queues, urgent and not.
 """
 
@@ -35,13 +35,13 @@ class PosixEngine:
 
     device_memory = False
 
-    def __init__(self, threads: int = 4, task_bytes: int = 512 << 10, queue_tasks: int = 1 << 14) -> None:
-        """Starts the threads. Refuses a batch if `queue_tasks` pieces of its urgency would wait."""
+    def __init__(self, threads: int = 4, task_bytes: int = 512 << 10, queue_pieces: int = 1 << 14) -> None:
+        """Starts the threads. Refuses a batch if `queue_pieces` pieces of its urgency would wait."""
         if threads < 1 or task_bytes < ALIGN or task_bytes % ALIGN:
             raise MisuseError(f"{threads} threads, {task_bytes} bytes a task", f"multiples of {ALIGN} bytes")
         self.name = "posix" if native.why_no_io_uring() else "posix, io_uring"
         self._task_bytes = task_bytes
-        self._queue_tasks = queue_tasks
+        self._queue_pieces = queue_pieces
         self._queues: tuple[deque[_Task], deque[_Task]] = deque(), deque()  # the second one is urgent
         self._waiting = [0, 0]  # pieces in each queue
         self._tokens: SimpleQueue[bool] = SimpleQueue()  # one a task, then False for each thread
@@ -70,7 +70,7 @@ class PosixEngine:
         with self._submitting:
             if self._closed:
                 raise TierError("the I/O engine is closed")
-            if self._waiting[urgent] + len(pieces) > self._queue_tasks:
+            if self._waiting[urgent] + len(pieces) > self._queue_pieces:
                 batch.errors = [OSError(errno.EAGAIN, "too much waits for the device") for _ in ios]
                 pieces = []
             tasks = self._tasks(pieces) or [[]]
@@ -163,7 +163,8 @@ class _Batch:
         except Exception as error:
             outcomes = [OSError(errno.EINVAL, repr(error))] * len(pieces)
         for (index, *_), outcome in zip(pieces, outcomes, strict=True):
-            self.errors[index] = self.errors[index] or outcome
+            if outcome is not None:  # other threads have other pieces of the same I/O
+                self.errors[index] = outcome
         with self.lock:
             self.tasks_left -= 1
             if self.tasks_left:
@@ -175,21 +176,6 @@ class _Batch:
 
 
 _Task: TypeAlias = tuple[_Batch, list[Piece]]
-
-
-def one_by_one(move: Callable[[BlockIO, int, int], None], pieces: list[Piece]) -> list[OSError | None]:
-    """Calls `move` for each piece, which raises OSError. Returns one outcome a piece."""
-    outcomes: list[OSError | None] = []
-    for _, io, start, stop in pieces:
-        outcome = None
-        try:
-            move(io, start, stop)
-        except OSError as error:
-            outcome = error.with_traceback(None)  # its frames hold the buffers
-        except Exception as error:
-            outcome = OSError(errno.EINVAL, repr(error))
-        outcomes.append(outcome)
-    return outcomes
 
 
 def _error(outcome: int, piece: Piece) -> OSError:
