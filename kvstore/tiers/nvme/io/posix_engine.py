@@ -1,8 +1,8 @@
 """Moves blocks between memory and files on a few threads, by io_uring where the kernel lets them.
 
 A large block is cut into pieces, so that the device has several requests and a small block behind it starts
-soon. A task is a list of pieces for one thread. `move_files` gives the device all of them at once. Tasks wait in
-two queues, urgent and not.
+soon. A task is a list of pieces for one thread. `move_files` gives the device all of them at once. Tasks
+wait in two queues, urgent and not.
 """
 
 from __future__ import annotations
