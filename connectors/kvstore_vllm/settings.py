@@ -41,6 +41,8 @@ SERVED_KINDS: dict[type, dict[str, Any]] = {
     SlidingWindowSpec: {"extra_retained_tokens": 0, "tokens_per_state": 1},
 }
 """The served kinds of KV cache, and the served values of their options. Subclasses are not served."""
+SERVED_STATES = ("GDN_ATTN", "SHORT_CONV")
+"""The served kinds of recurrent layers, by vLLM's name for their kernels: those that a test covers."""
 SERVED_GROUPS = {
     "host_resident": False,
     "enable_kv_transfer": True,
@@ -375,6 +377,11 @@ def _refusals_of_group(group: Any) -> Iterator[ConfigError]:
         if (value := getattr(of, name, served)) != served:
             hint = HINTS.get(name, f"only {served!r} is served")
             yield ConfigError(f"the model's KV cache has {name} {value!r}", hint)
+    if isinstance(spec, MambaSpec) and (state := spec.mamba_type.name) not in SERVED_STATES:
+        yield ConfigError(
+            f"the model has recurrent layers of kind {state}",
+            f"{' and '.join(SERVED_STATES)} are served: leave out the connector",
+        )
 
 
 def why_off(config: Any, settings: ConnectorSettings) -> str:

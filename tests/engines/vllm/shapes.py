@@ -86,6 +86,12 @@ def need_amx() -> None:
         skip_for_cpu("it has no AMX, so vLLM computes no latent attention behind a prefix")
 
 
+def need_fp8_kv() -> None:
+    """Skips the running test on CPUs for which vLLM has no kernels that read FP8 KV."""
+    if not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()):
+        skip_for_cpu("it has no AVX-512, so vLLM reads no FP8 KV")
+
+
 def gemma4(layers: list[str], **more: Any) -> Shape:
     """Heads of full attention are larger, and blocks have the same bytes: a window's has more tokens."""
     config = {

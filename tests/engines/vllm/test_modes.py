@@ -13,7 +13,7 @@ from kvstore import Client, Layout
 from kvstore.lab.local_daemon import LocalDaemon
 from tests.engines.vllm.engine import Engine, cached, connector, full_blocks, prompt, said
 from tests.engines.vllm.models import make_adapter, quantize
-from tests.engines.vllm.shapes import AMX, SHAPES, need_amx
+from tests.engines.vllm.shapes import AMX, SHAPES, need_amx, need_fp8_kv
 from tests.engines.vllm.stored import answers_from_the_store, settled, store_again
 from tests.engines.vllm.test_page import cached_tokens, complete, server
 
@@ -84,6 +84,8 @@ def test_a_hit_equals_one_in_vllms_own_cache(
     """
     if mode.startswith("AMX"):
         need_amx()
+    if MODES[mode].get("kv_cache_dtype", "").startswith("fp8"):
+        need_fp8_kv()
     made = SHAPES[shape]
     folder = made.save(tmp_path)
     if mode in SCALES:

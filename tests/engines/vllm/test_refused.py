@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.config.load import LoadConfig
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as Kernels
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -84,7 +85,13 @@ WINDOW = SlidingWindowSpec(**SIZES, sliding_window=64)
 
 
 def state(**more: Any) -> MambaSpec:
-    served = {"block_size": 16, "shapes": ((4, 8),), "dtypes": (torch.float32,), "mamba_cache_mode": "align"}
+    served: dict[str, Any] = {
+        "block_size": 16,
+        "shapes": ((4, 8),),
+        "dtypes": (torch.float32,),
+        "mamba_cache_mode": "align",
+        "mamba_type": Kernels.GDN_ATTN,
+    }
     return MambaSpec(**served | more)
 
 
@@ -173,6 +180,13 @@ class OwnSpec(FullAttentionSpec):
             [FULL, state(num_prefill_checkpoint_blocks=1)],
             "checkpoint_blocks 1.*only 0.*no Mamba-2",
         ),
+        *(
+            (
+                [FULL, state(mamba_type=kind)],
+                f"recurrent layers of kind {kind.name}.*GDN_ATTN and SHORT_CONV are",
+            )
+            for kind in (Kernels.MAMBA1, Kernels.MAMBA2, Kernels.LINEAR)
+        ),
         ([FULL, OwnSpec(**SIZES)], "of kind OwnSpec.*FullAttentionSpec, Chunked.* are served: leave out"),
         (
             [FULL, SlidingWindowSpec(**SIZES, sliding_window=64, extra_retained_tokens=2)],
@@ -199,7 +213,10 @@ def test_groups_with_unknown_properties_are_refused(more: dict[str, Any], why: s
         check_engine(engine(), groups(FULL, **more), ConnectorSettings())
 
 
-@pytest.mark.parametrize("specs", [[FULL, WINDOW], [WINDOW], [FULL, CHUNKS], [FULL, state()]])
+@pytest.mark.parametrize(
+    "specs",
+    [[FULL, WINDOW], [WINDOW], [FULL, CHUNKS], [FULL, state()], [FULL, state(mamba_type=Kernels.SHORT_CONV)]],
+)
 def test_windows_are_loaded_asynchronously_in_blocks_of_the_engine(specs: list[Any]) -> None:
     check_engine(engine(), groups(*specs), ConnectorSettings())
     with pytest.raises(ConfigError, match=r"block_tokens is 64, and .* groups? of layers"):
