@@ -49,8 +49,8 @@ overlap_steps()
 # vLLM's processes spin while they wait for each other. If they are more than the cores, the daemon and other
 # tests get no core for seconds.
 shm_broadcast.sched_yield = partial(time.sleep, 0.0005)
-# vLLM collects garbage nine times a start, and each time walks the objects of all imports: half of the time of
-# a start. Here it is collected once, when an engine ends, and what is left then is not walked again.
+# vLLM collects garbage nine times a start, and each time walks the objects of all imports: three quarters of
+# the time of a start. Here it is collected once, when an engine ends, and what is left is not walked again.
 collect, freeze = gc.collect, gc.freeze
 gc.collect = lambda generation=2: 0
 gc.freeze = gc.unfreeze = lambda: None

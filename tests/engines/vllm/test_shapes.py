@@ -145,7 +145,7 @@ def test_models_without_a_proof_of_exact_restore_are_refused(
         ("llama", {"kv_cache_dtype": "int8_per_token_head"}, "--kv-cache-dtype is int8_per_token_head, and"),
         # vLLM saves states within blocks. Under the key of the block before, another prompt would load them.
         # Their size depends on the CPU's kernels.
-        ("linear attention", {"prefix_match_unit": 32}, r"multiples of 32 tokens, within blocks of \d+ tokens"),
+        ("linear attention", {"prefix_match_unit": 32}, r"multiples of 32 tokens, within blocks of \d+"),
     ],
 )
 def test_options_that_would_restore_other_kv_are_refused(
