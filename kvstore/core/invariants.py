@@ -7,6 +7,7 @@ from collections import Counter
 import numpy as np
 
 from kvstore.core.blocks.block_table import FREE, HOLE, LIVE, RESERVED
+from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.capacity.slot_classes import Slots
 from kvstore.core.requests.leases import LeaseTable
 from kvstore.core.residency.residency import DEMOTE, Residency
@@ -67,8 +68,12 @@ def _check_rows(r: Residency) -> None:
     b = r.blocks
     used = np.flatnonzero(b.state != FREE)
     assert len(used) == b.used == r.index.count, "rows, free rows and index disagree"
-    for row in used.tolist():
-        assert r.index.find_one(int(b.namespace[row]), b.key(row)) == row, "a row is not found by its key"
+    infos = b.key_info.view(np.uint32)[used]
+    for info in np.unique(infos):
+        some = used[infos == info]
+        namespace, size = int(b.namespace[some[0]]), int(b.key_bytes[some[0]])
+        keys = Keys(b.words[some].view(np.uint8)[:, :size].tobytes(), size)
+        assert (r.index.find_each(namespace, keys) == some).all(), "a row is not found by its key"
     rows_in = np.bincount(b.namespace[used], minlength=len(b.rows_in))
     assert (rows_in == b.rows_in).all(), "rows of a namespace miscounted"
     somewhere = (b.slot[:, used] >= 0).any(axis=0)
@@ -131,21 +136,23 @@ def _check_tier(leases: LeaseTable, tier: int) -> None:
     assert len(set(slot[rows].tolist())) == len(rows), "a slot has two owners"
     assert (table.owner[slot[rows]] == rows).all(), "a slot has the wrong owner"
     assert int((table.owner >= 0).sum()) == len(rows), "a slot is owned by a row that has another slot"
-    refs = np.zeros(len(table.refs), np.int64)
-    for slots in _references(leases, tier):
-        np.add.at(refs, slots, 1)
+    references = np.concatenate([np.empty(0, np.int64), *_references(leases, tier)])
+    refs = np.bincount(references, minlength=len(table.refs))
     for retired in table.retired:
         refs[retired] += 1
     assert (refs == table.refs).all(), "references miscounted"
-    free = {int(s) for c in table.classes.values() for s in c.stack[: c.free].tolist()}
-    assert len(free) == sum(c.free for c in table.classes.values()), "a slot is in two free lists"
+    listed = np.concatenate(
+        [np.empty(0, np.int64), *(c.stack[: c.free].astype(np.int64) for c in table.classes.values())]
+    )
+    times_free = np.bincount(listed, minlength=len(table.refs))
+    assert (times_free <= 1).all(), "a slot is in two free lists"
+    closed = list(table.closed)
     for slot_class in table.classes.values():
-        numbers = np.concatenate([table.classes.slots_of(e) for e in slot_class.extents])
+        numbers = table.classes.all_slots_of(slot_class)
         unused = (table.owner[numbers] < 0) & (table.refs[numbers] == 0)
-        unused &= ~np.isin(table.place[numbers] >> np.uint64(32), list(table.closed))
-        assert set(numbers[unused].tolist()) == free & set(numbers.tolist()), (
-            "used and free slots are not all slots"
-        )
+        if closed:
+            unused &= ~np.isin(table.place[numbers] >> np.uint64(32), closed)
+        assert (unused == (times_free[numbers] > 0)).all(), "used and free slots are not all slots"
         known = len(r.tiers[tier].policies.get(slot_class.pool, ()))
         owned = int((table.owner[numbers] >= 0).sum())
         assert known == owned, "the policy has other blocks than the tier"
@@ -160,7 +167,7 @@ def _check_tenants(leases: LeaseTable, tier: int) -> None:
     n = len(holdings.extents)
     held, fitted, used = np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n, np.int64)
     for pool, members in table.classes.items():
-        numbers = np.concatenate([table.classes.slots_of(e) for e in members.extents])
+        numbers = table.classes.all_slots_of(members)
         busy = (table.owner[numbers] >= 0) | (table.refs[numbers] > 0)
         held[pool.tenant] += len(members.extents)
         fitted[pool.tenant] += len(numbers) * pool.slot_bytes

@@ -70,6 +70,10 @@ class Index:
             first = self.find_run(namespace, keys)
             if first >= 0 and 0 not in self._blocks.state[first : first + keys.n].tobytes():
                 return np.arange(first, first + keys.n)
+        return self.find_each(namespace, keys)
+
+    def find_each(self, namespace: int, keys: Keys) -> Rows:
+        """Returns the same by the table alone."""
         info, words = namespace | keys.size << 16, keys.words
         found = np.empty(keys.n, np.int64)
         index_find(self._table.parts, words, info, found)

@@ -121,6 +121,11 @@ class SlotClasses(dict[SlotPool, SlotClass]):
         span = self.span(extent)
         return np.arange(span.start, span.stop)
 
+    def all_slots_of(self, members: SlotClass) -> Slots:
+        """Returns the flat numbers of the slots of a class, in the order of its extents."""
+        bases = np.array([self._base[extent] for extent in members.extents], np.int64)
+        return (bases[:, None] + np.arange(members.slots)).ravel()
+
     def has(self, extents: npt.NDArray[np.uint32], indexes: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
         """Returns which of these places are slots of assigned extents."""
         last = np.zeros(max(self._base, default=0) + 1, np.int64)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from functools import cache
 from typing import Any, Protocol, TypeVar
 
 from pydantic import ValidationError, validate_call
@@ -56,9 +57,10 @@ class Commands:
     def __init__(self, loop: asyncio.AbstractEventLoop, *nouns: object) -> None:
         """`nouns` are objects with commands."""
         self._loop = loop
-        strict = validate_call(config={"strict": True})
+        # Made on first use: a validator takes a millisecond, and a start would make 22.
+        self._strict = cache(validate_call(config={"strict": True}))
         self._calls: dict[str, Callable[..., Result]] = {
-            name: strict(getattr(noun, name))
+            name: getattr(noun, name)
             for noun in nouns
             for name, call in vars(type(noun)).items()
             if getattr(call, "_is_command", False)
@@ -79,7 +81,7 @@ class Commands:
         if unnamed is not None:
             raise MisuseError(f"{call}: {unnamed!r:.80} names no argument", "names are strings")
         try:
-            result = known(**arguments)
+            result = self._strict(known)(**arguments)
         except ValidationError as error:
             raise MisuseError(_misfit(call, error)) from None
         if isinstance(result, dict):
