@@ -50,10 +50,12 @@ overlap_steps()
 # tests get no core for seconds.
 shm_broadcast.sched_yield = partial(time.sleep, 0.0005)
 # vLLM collects garbage nine times a start, and each time walks the objects of all imports: three quarters of
-# the time of a start. Here it is collected once, when an engine ends, and what is left is not walked again.
+# the time of a start. Here it is collected when an engine ends, and what is left is not walked again. Not in
+# between: what is left of an engine would shut the next one down.
 collect, freeze = gc.collect, gc.freeze
 gc.collect = lambda generation=2: 0
 gc.freeze = gc.unfreeze = lambda: None
+gc.disable()
 collect()
 freeze()
 # Each start walks all modules to replace Triton's kernels by those for CPUs.
@@ -99,7 +101,8 @@ class Served:
         # A start that has failed leaves its connector to the next engine.
         kv_transfer_state.ensure_kv_transfer_shutdown()
         cleanup_dist_env_and_memory()
-        collect()
+        while collect():
+            pass
         freeze()
 
     @property
