@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 import numpy as np
 
-from kvstore.core.blocks.block_table import FREE, HOLE, LIVE, RESERVED
+from kvstore.core.blocks.block_table import FREE, HOLE, LIVE, RESERVED, Rows
 from kvstore.core.blocks.key_batch import Keys
+from kvstore.core.capacity.quotas import SlotPool
 from kvstore.core.capacity.slot_classes import Slots
 from kvstore.core.requests.leases import LeaseTable
 from kvstore.core.residency.residency import DEMOTE, Residency
@@ -18,11 +20,14 @@ from kvstore.types import PRESENCE_NOT_READY, PRESENCE_READY
 def check(leases: LeaseTable) -> None:
     """Raises AssertionError with the name of a broken invariant."""
     r = leases.residency
-    _check_rows(r)
+    rows_of = _rows_by_namespace(r)
+    _check_rows(r, rows_of)
     _check_presence(r)
     for tier in range(len(r.tiers)):
-        _check_tier(leases, tier)
-        _check_tenants(leases, tier)
+        classes = r.tiers[tier].slots.classes
+        numbers_of = {pool: classes.all_slots_of(members) for pool, members in classes.items()}
+        _check_tier(leases, tier, numbers_of)
+        _check_tenants(leases, tier, numbers_of, rows_of)
     reserved = np.concatenate([x.rows[x.alive] for x in leases.reservations.values()] or [np.empty(0, int)])
     state = r.blocks.state
     assert sorted(reserved.tolist()) == np.flatnonzero(state == RESERVED).tolist(), (
@@ -40,6 +45,13 @@ def check(leases: LeaseTable) -> None:
     for lease in leases.leases.values():
         lent[lease.tenant, lease.reader] += lease.lent_bytes
     assert +lent == leases.lent, "bytes lent to other tenants miscounted"
+
+
+def _rows_by_namespace(r: Residency) -> dict[int, Rows]:
+    """Returns the rows that are not free, in ascending order."""
+    used = np.flatnonzero(r.blocks.state != FREE)
+    numbers = r.blocks.namespace[used]
+    return {number: used[numbers == number] for number in np.flatnonzero(np.bincount(numbers)).tolist()}
 
 
 def _check_copies(leases: LeaseTable) -> None:
@@ -64,38 +76,33 @@ def _check_copies(leases: LeaseTable) -> None:
             assert request in leases.wanted_by[row], "a waiter is not registered for a row that it needs"
 
 
-def _check_rows(r: Residency) -> None:
+def _check_rows(r: Residency, rows_of: dict[int, Rows]) -> None:
     b = r.blocks
     used = np.flatnonzero(b.state != FREE)
     assert len(used) == b.used == r.index.count, "rows, free rows and index disagree"
-    infos = b.key_info.view(np.uint32)[used]
-    for info in np.unique(infos):
-        some = used[infos == info]
-        namespace, size = int(b.namespace[some[0]]), int(b.key_bytes[some[0]])
-        keys = Keys(b.words[some].view(np.uint8)[:, :size].tobytes(), size)
-        assert (r.index.find_each(namespace, keys) == some).all(), "a row is not found by its key"
-    rows_in = np.bincount(b.namespace[used], minlength=len(b.rows_in))
-    assert (rows_in == b.rows_in).all(), "rows of a namespace miscounted"
+    for namespace, own in rows_of.items():
+        assert len(own) == b.rows_in[namespace], "rows of a namespace miscounted"
+        for size in np.flatnonzero(np.bincount(b.key_bytes[own])).tolist():
+            some = own[b.key_bytes[own] == size]
+            keys = Keys(b.words[some].view(np.uint8)[:, :size].tobytes(), size)
+            assert (r.index.find_each(namespace, keys) == some).all(), "a row is not found by its key"
+        holes = b.state[own] == HOLE
+        opened = r.namespaces.get(namespace)
+        if opened is not None and opened.independent:
+            assert (b.parent[own] < 0).all(), "an independent block with a parent"
+            assert not holes.any(), "a hole in an independent namespace"
+        assert r.chains.holes[namespace] == np.count_nonzero(holes), "holes miscounted"
+    assert int(b.rows_in.sum()) == len(used), "rows of a namespace without any"
     somewhere = (b.slot[:, used] >= 0).any(axis=0)
-    assert (somewhere == (b.state[used] == LIVE)).all(), (
-        "a live block without a slot, or a slot of another block"
-    )
+    states = b.state[used]
+    assert (somewhere == (states == LIVE)).all(), "a live block without a slot, or a slot of another block"
     parents = b.parent[used]
     parents = parents[parents >= 0]
     assert (b.state[parents] != FREE).all(), "a parent was freed before its child"
     count = np.bincount(parents, minlength=b.capacity)
     assert (count[used] == b.children[used]).all(), "children miscounted"
-    holes = used[b.state[used] == HOLE]
-    childless = holes[b.children[holes] == 0]
-    assert np.isin(childless, list(r.chains.childless)).all(), "a hole without children"
-    for namespace in np.unique(b.namespace[used]).tolist():
-        opened = r.namespaces.get(namespace)
-        if opened is not None and opened.independent:
-            own = used[b.namespace[used] == namespace]
-            assert (b.parent[own] < 0).all(), "an independent block with a parent"
-            assert (b.state[own] != HOLE).all(), "a hole in an independent namespace"
-        n = int((b.namespace[holes] == namespace).sum())
-        assert r.chains.holes[namespace] == n, "holes miscounted"
+    childless = used[(states == HOLE) & (b.children[used] == 0)]
+    assert r.chains.childless.issuperset(childless.tolist()), "a hole without children"
     assert set(r.pins.ends) == set(np.flatnonzero(b.pinned).tolist()), "pins miscounted"
 
 
@@ -124,7 +131,7 @@ def _check_presence(r: Residency) -> None:
         assert not table.namespace.has_ttl, "a presence table of a namespace with a TTL"
 
 
-def _check_tier(leases: LeaseTable, tier: int) -> None:
+def _check_tier(leases: LeaseTable, tier: int, numbers_of: Mapping[SlotPool, Slots]) -> None:
     r = leases.residency
     extents, table, slot = r.tiers[tier].extents, r.tiers[tier].slots, r.blocks.slot[tier]
     assert extents.limit_bytes <= extents.bound_bytes, "a bound below the limit"
@@ -148,7 +155,7 @@ def _check_tier(leases: LeaseTable, tier: int) -> None:
     assert (times_free <= 1).all(), "a slot is in two free lists"
     closed = list(table.closed)
     for slot_class in table.classes.values():
-        numbers = table.classes.all_slots_of(slot_class)
+        numbers = numbers_of[slot_class.pool]
         unused = (table.owner[numbers] < 0) & (table.refs[numbers] == 0)
         if closed:
             unused &= ~np.isin(table.place[numbers] >> np.uint64(32), closed)
@@ -160,20 +167,22 @@ def _check_tier(leases: LeaseTable, tier: int) -> None:
         generation.segments.check()
 
 
-def _check_tenants(leases: LeaseTable, tier: int) -> None:
+def _check_tenants(
+    leases: LeaseTable, tier: int, numbers_of: Mapping[SlotPool, Slots], rows_of: dict[int, Rows]
+) -> None:
     extents = leases.residency.tiers[tier].extents
     table = extents.slots
     holdings, shrinking = extents.holdings, leases.eviction.shrinking
     n = len(holdings.extents)
     held, fitted, used = np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n, np.int64)
     for pool, members in table.classes.items():
-        numbers = table.classes.all_slots_of(members)
+        numbers = numbers_of[pool]
         busy = (table.owner[numbers] >= 0) | (table.refs[numbers] > 0)
         held[pool.tenant] += len(members.extents)
         fitted[pool.tenant] += len(numbers) * pool.slot_bytes
         used[pool.tenant] += int(busy.sum()) * pool.slot_bytes
-    for tenant, numbers_of in extents.promised.items():
-        held[tenant] += len(numbers_of)
+    for tenant, promised in extents.promised.items():
+        held[tenant] += len(promised)
     for tenant in extents.renewing.values():
         held[tenant] += tenant >= 0
     assert (held == holdings.extents).all(), "extents of tenants miscounted"
@@ -187,10 +196,9 @@ def _check_tenants(leases: LeaseTable, tier: int) -> None:
     everything = len(extents.ready) + len(extents.renewing)
     spread = int(held.sum()) + len(extents.unassigned) + sum(t < 0 for t in extents.renewing.values())
     assert everything == spread, "extents of all tenants and unassigned ones are not all extents"
-    for namespace in leases.namespaces.values():
-        if not namespace.relocated:
-            rows = np.flatnonzero(leases.residency.blocks.namespace == namespace.number)
-            rows = rows[leases.residency.blocks.state[rows] != FREE]
+    for number, rows in rows_of.items():
+        namespace = leases.namespaces.get(number)
+        if namespace is not None and not namespace.relocated:
             slots = leases.residency.blocks.slot[tier, rows]
             slots = slots[slots >= 0]
             assert table.are_of(namespace.pools[tier], slots).all(), "a block is in another tenant's extent"
