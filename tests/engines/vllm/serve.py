@@ -6,7 +6,6 @@ commands it is stepped until it has nothing left to do, as vLLM's own loop does 
 
 from __future__ import annotations
 
-import gc
 import importlib
 import inspect
 import json
@@ -23,10 +22,15 @@ from typing import Any
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 
+from tests.engines.vllm.uncompiled import leave_functions_uncompiled  # noqa: E402
+
+leave_functions_uncompiled()
+
 import torch  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
 from vllm.distributed.device_communicators import shm_broadcast  # noqa: E402
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator  # noqa: E402
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group, kv_transfer_state  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (  # noqa: E402
     OffloadingConnector,
@@ -37,27 +41,24 @@ from vllm.v1.engine import EngineCoreRequest  # noqa: E402
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope  # noqa: E402
 from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
+from vllm.v1.worker import cpu_worker  # noqa: E402, F401
 
 from kvstore.errors import UnavailableError  # noqa: E402
 from kvstore_vllm import weights  # noqa: E402
 from kvstore_vllm.connector import KVStoreConnector  # noqa: E402
 from kvstore_vllm.metrics import Figures  # noqa: E402
+from tests.engines.vllm.garbage import collect, collect_between_engines_only  # noqa: E402
 from tests.engines.vllm.overlap import overlap_steps  # noqa: E402
+from tests.engines.vllm.workers import fork_workers  # noqa: E402
 
 # Workers import this module too.
 overlap_steps()
 # vLLM's processes spin while they wait for each other. If they are more than the cores, the daemon and other
 # tests get no core for seconds.
 shm_broadcast.sched_yield = partial(time.sleep, 0.0005)
-# vLLM collects garbage nine times a start, and each time walks the objects of all imports: three quarters of
-# the time of a start. Here it is collected when an engine ends, and what is left is not walked again. Not in
-# between: what is left of an engine would shut the next one down.
-collect, freeze = gc.collect, gc.freeze
-gc.collect = lambda generation=2: 0
-gc.freeze = gc.unfreeze = lambda: None
-gc.disable()
-collect()
-freeze()
+# So do its shards in each layer, but not where they talk by sockets.
+CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: not self.unique_name.startswith("tp")
+collect_between_engines_only()
 # Each start walks all modules to replace Triton's kernels by those for CPUs.
 CpuPlatform.register_triton_kernel_overrides = staticmethod(  # type: ignore[method-assign]
     cache(CpuPlatform.register_triton_kernel_overrides)
@@ -101,9 +102,7 @@ class Served:
         # A start that has failed leaves its connector to the next engine.
         kv_transfer_state.ensure_kv_transfer_shutdown()
         cleanup_dist_env_and_memory()
-        while collect():
-            pass
-        freeze()
+        collect()
 
     @property
     def core(self) -> Any:
@@ -554,6 +553,7 @@ _PARTS: dict[str, Callable[[Served], Any]] = {
 
 def main() -> None:
     """Answers commands until stdin ends."""
+    fork_workers()
     served = Served()
     for line in sys.stdin:
         command = json.loads(line)
