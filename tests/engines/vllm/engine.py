@@ -72,7 +72,8 @@ def connector(daemon: LocalDaemon | str, **extra: Any) -> dict[str, Any]:
 
 
 class Engine:
-    """A vLLM engine in a process of its own, by another interpreter than this one if `python` names it.
+    """A vLLM engine in a process of its own, by another interpreter than this one if `python` names it: then
+    for a bench, and without what makes starts quick.
 
     Methods are those of `serve.Served`; its errors are raised. `hasty`: a load is given up as early as the
     product does it, not after `_LOAD_S`.
@@ -96,7 +97,12 @@ class Engine:
             stdin=commands,
             stdout=answers,
             stderr=sys.__stderr__.fileno() if sys.__stderr__ else None,
-            env={**environment, **ENVIRONMENT, "OMP_NUM_THREADS": str(threads)},
+            env={
+                **environment,
+                **ENVIRONMENT,
+                "OMP_NUM_THREADS": str(threads),
+                "KVSTORE_VLLM_IN_TESTS": str(int(python is None)),
+            },
         )
         os.close(commands)
         os.close(answers)

@@ -24,7 +24,10 @@ os.dup2(2, 1)
 
 from tests.engines.vllm.uncompiled import leave_functions_uncompiled  # noqa: E402
 
-leave_functions_uncompiled()
+# Tests start engines by the hundred. Benches measure vLLM as it is.
+IN_TESTS = os.environ.get("KVSTORE_VLLM_IN_TESTS") == "1"
+if IN_TESTS:
+    leave_functions_uncompiled()
 
 import torch  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
@@ -58,7 +61,8 @@ overlap_steps()
 shm_broadcast.sched_yield = partial(time.sleep, 0.0005)
 # So do its shards in each layer, but not where they talk by sockets.
 CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: not self.unique_name.startswith("tp")
-collect_between_engines_only()
+if IN_TESTS:
+    collect_between_engines_only()
 # Each start walks all modules to replace Triton's kernels by those for CPUs.
 CpuPlatform.register_triton_kernel_overrides = staticmethod(  # type: ignore[method-assign]
     cache(CpuPlatform.register_triton_kernel_overrides)
@@ -553,7 +557,8 @@ _PARTS: dict[str, Callable[[Served], Any]] = {
 
 def main() -> None:
     """Answers commands until stdin ends."""
-    fork_workers()
+    if IN_TESTS:
+        fork_workers()
     served = Served()
     for line in sys.stdin:
         command = json.loads(line)
