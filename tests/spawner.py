@@ -41,6 +41,7 @@ class Program(NamedTuple):
 PROGRAMS = {
     "kvstore": Program(("kvstore.admin.main", "kvstore.cli", "kvstore.daemon.main"), False),
     "tests.engines.vllm.serve": Program(("tests.engines.vllm.serve",), True),
+    "tests.engines.vllm.api_server": Program(("tests.engines.vllm.api_server",), True),
 }
 _ROOT = Path(__file__).parent.parent
 _LIMITS = (resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_AS, resource.RLIMIT_MEMLOCK)

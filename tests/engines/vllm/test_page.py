@@ -24,6 +24,7 @@ from kvstore.lab.local_daemon import LocalDaemon
 from tests.daemons import eventually
 from tests.engines.vllm.engine import BLOCK_TOKENS, ENVIRONMENT, full_blocks, prompt
 from tests.programs import need
+from tests.spawner import spawn
 
 pytestmark = pytest.mark.alone
 PAGE = (Path(__file__).parents[3] / "docs/vllm.md").read_text(encoding="utf-8")
@@ -52,12 +53,13 @@ def server(
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
+        sys.executable, "-m", "tests.engines.vllm.api_server", "--model", str(model),
         "--kv-transfer-config", flag, "--host", "127.0.0.1", "--port", port, *options,
         "--enforce-eager", "--dtype", "float32", "--block-size", str(BLOCK_TOKENS), "--max-model-len", "2048",
         "--kv-cache-memory-bytes", str(64 << 20), "--enable-prompt-tokens-details",
     ]  # fmt: skip
-    process = subprocess.Popen(command, env=SERVERS | variables, stdout=log, stderr=log)
+    errors = sys.__stderr__.fileno() if log is None and sys.__stderr__ else log
+    process = spawn(command, env=SERVERS | variables, stdout=errors, stderr=errors)
     url = f"http://127.0.0.1:{port}"
     try:
         ends = time.monotonic() + 300
