@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 from time import sleep
 
-from tests.engines.vllm.uncompiled import leave_functions_uncompiled
+from tests.engines.vllm import quick
 
-leave_functions_uncompiled()
+quick.leave_functions_uncompiled()
 
 from vllm.distributed.device_communicators import shm_broadcast  # noqa: E402
 from vllm.entrypoints.launchers.api_server import entry  # noqa: E402
@@ -16,7 +16,6 @@ from vllm.v1.engine import coordinator, core  # noqa: E402, F401
 from vllm.v1.worker import cpu_worker  # noqa: E402, F401
 
 from kvstore_vllm import connector  # noqa: E402, F401
-from tests.engines.vllm.workers import fork_workers  # noqa: E402
 
 # See `serve`.
 shm_broadcast.sched_yield = partial(sleep, 0.0005)
@@ -24,7 +23,7 @@ shm_broadcast.sched_yield = partial(sleep, 0.0005)
 
 def main() -> None:
     """Serves until it is ended."""
-    fork_workers()
+    quick.fork_workers()
     entry.main()
 
 

@@ -22,12 +22,12 @@ from typing import Any
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 
-from tests.engines.vllm.uncompiled import leave_functions_uncompiled  # noqa: E402
+from tests.engines.vllm import quick  # noqa: E402
 
 # Tests start engines by the hundred. Benches measure vLLM as it is.
 IN_TESTS = os.environ.get("KVSTORE_VLLM_IN_TESTS") == "1"
 if IN_TESTS:
-    leave_functions_uncompiled()
+    quick.leave_functions_uncompiled()
 
 import torch  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
@@ -50,9 +50,7 @@ from kvstore.errors import UnavailableError  # noqa: E402
 from kvstore_vllm import weights  # noqa: E402
 from kvstore_vllm.connector import KVStoreConnector  # noqa: E402
 from kvstore_vllm.metrics import Figures  # noqa: E402
-from tests.engines.vllm.garbage import collect, collect_between_engines_only  # noqa: E402
 from tests.engines.vllm.overlap import overlap_steps  # noqa: E402
-from tests.engines.vllm.workers import fork_workers  # noqa: E402
 
 # Workers import this module too.
 overlap_steps()
@@ -62,7 +60,7 @@ shm_broadcast.sched_yield = partial(time.sleep, 0.0005)
 # So do its shards in each layer, but not where they talk by sockets.
 CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: not self.unique_name.startswith("tp")
 if IN_TESTS:
-    collect_between_engines_only()
+    quick.collect_between_engines_only()
 # Each start walks all modules to replace Triton's kernels by those for CPUs.
 CpuPlatform.register_triton_kernel_overrides = staticmethod(  # type: ignore[method-assign]
     cache(CpuPlatform.register_triton_kernel_overrides)
@@ -106,7 +104,7 @@ class Served:
         # A start that has failed leaves its connector to the next engine.
         kv_transfer_state.ensure_kv_transfer_shutdown()
         cleanup_dist_env_and_memory()
-        collect()
+        quick.collect()
 
     @property
     def core(self) -> Any:
@@ -558,7 +556,7 @@ _PARTS: dict[str, Callable[[Served], Any]] = {
 def main() -> None:
     """Answers commands until stdin ends."""
     if IN_TESTS:
-        fork_workers()
+        quick.fork_workers()
     served = Served()
     for line in sys.stdin:
         command = json.loads(line)
