@@ -80,8 +80,9 @@ def _check_rows(r: Residency, rows_of: dict[int, Rows]) -> None:
     b = r.blocks
     used = np.flatnonzero(b.state != FREE)
     assert len(used) == b.used == r.index.count, "rows, free rows and index disagree"
+    rows_in = np.bincount(b.namespace[used], minlength=len(b.rows_in))
+    assert (rows_in == b.rows_in).all(), "rows of a namespace miscounted"
     for namespace, own in rows_of.items():
-        assert len(own) == b.rows_in[namespace], "rows of a namespace miscounted"
         for size in np.flatnonzero(np.bincount(b.key_bytes[own])).tolist():
             some = own[b.key_bytes[own] == size]
             keys = Keys(b.words[some].view(np.uint8)[:, :size].tobytes(), size)
@@ -92,7 +93,6 @@ def _check_rows(r: Residency, rows_of: dict[int, Rows]) -> None:
             assert (b.parent[own] < 0).all(), "an independent block with a parent"
             assert not holes.any(), "a hole in an independent namespace"
         assert r.chains.holes[namespace] == np.count_nonzero(holes), "holes miscounted"
-    assert int(b.rows_in.sum()) == len(used), "rows of a namespace without any"
     somewhere = (b.slot[:, used] >= 0).any(axis=0)
     states = b.state[used]
     assert (somewhere == (states == LIVE)).all(), "a live block without a slot, or a slot of another block"

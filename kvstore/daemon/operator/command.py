@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol, TypeVar
 
 from pydantic import ValidationError, validate_call
@@ -28,6 +28,9 @@ Later = Callable[[Requester, int], None]
 """Sends a request to the core. The requester gets the answer, with its request number."""
 
 Result = dict[str, Any] | Later | Coroutine[Any, Any, dict[str, Any]]
+
+_strict = cache(validate_call(config={"strict": True}))
+"""Returns the method with a check of its arguments, which takes a millisecond to make: once a process."""
 
 _F = TypeVar("_F", bound=Callable[..., Result])
 
@@ -57,10 +60,8 @@ class Commands:
     def __init__(self, loop: asyncio.AbstractEventLoop, *nouns: object) -> None:
         """`nouns` are objects with commands."""
         self._loop = loop
-        # Made on first use: a validator takes a millisecond, and a start would make 22.
-        self._strict = cache(validate_call(config={"strict": True}))
         self._calls: dict[str, Callable[..., Result]] = {
-            name: getattr(noun, name)
+            name: partial(_strict(call), noun)
             for noun in nouns
             for name, call in vars(type(noun)).items()
             if getattr(call, "_is_command", False)
@@ -81,7 +82,7 @@ class Commands:
         if unnamed is not None:
             raise MisuseError(f"{call}: {unnamed!r:.80} names no argument", "names are strings")
         try:
-            result = self._strict(known)(**arguments)
+            result = known(**arguments)
         except ValidationError as error:
             raise MisuseError(_misfit(call, error)) from None
         if isinstance(result, dict):

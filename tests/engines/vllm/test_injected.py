@@ -65,8 +65,6 @@ NEEDED = {
 }
 """These fail a few times only: without them no load ends, or no page that is saved is free."""
 OPTIONS = [{"kvstore": {"ttl_s": 600, "pin_s": 60, "next_use_s": 5}}, None]
-MAX_TOKENS = 4
-"""The first token shows whether KV is right. The others are steps with exceptions in them."""
 DEADLINE_S = 0.5
 LONGEST_STEP_S = PATIENCE["lookup_deadline_s"] + DEADLINE_S + 1.0
 """A step with a lookup and a load, and what it computes on a busy machine."""
@@ -100,7 +98,7 @@ def pair(
 def hits(pair: Pair, asked: list[list[int]], expected: list[tuple[Any, Any]]) -> bool:
     """Whether the prompts are found again, within some tries: a busy machine may be too slow to load one."""
     for _ in range(5):
-        answers = pair.engine.fresh(asked, params=OPTIONS, max_tokens=MAX_TOKENS)
+        answers = pair.engine.fresh(asked, params=OPTIONS)
         assert said(answers) == expected
         if cached(answers) == [full_blocks(len(each)) for each in asked]:
             return True
@@ -114,11 +112,11 @@ def test_an_exception_in_every_method(pair: Pair) -> None:
         if place in UNGUARDED:
             continue
         asked = [prompt(2000, 130), prompt(2001 + number, 130)]
-        expected = said(pair.plain.fresh(asked, max_tokens=MAX_TOKENS))
-        engine.fresh(asked[:1], params=OPTIONS[:1], max_tokens=MAX_TOKENS)
+        expected = said(pair.plain.fresh(asked))
+        engine.fresh(asked[:1], params=OPTIONS[:1])
         engine("sabotage", place=place, times=3 if place in NEEDED else sys.maxsize)
         try:
-            if said(engine.fresh(asked, params=OPTIONS, max_tokens=MAX_TOKENS)) != expected:
+            if said(engine.fresh(asked, params=OPTIONS)) != expected:
                 wrong[place] = "other tokens"
             if engine("repair", place=place):
                 reached.add(place)
@@ -135,14 +133,14 @@ def test_the_daemon_ends_or_hangs_in_every_hook(pair: Pair, how: signal.Signals)
     engine, daemon, slow = pair.engine, pair.daemon, {}
     for number, place in enumerate(sorted(HOOKS)):
         asked = [prompt(2000, 130), prompt(2200 + 50 * how + number, 130)]
-        expected = said(pair.plain.fresh(asked, max_tokens=MAX_TOKENS))
-        engine.fresh(asked[:1], params=OPTIONS[:1], max_tokens=MAX_TOKENS)
+        expected = said(pair.plain.fresh(asked))
+        engine.fresh(asked[:1], params=OPTIONS[:1])
         assert engine("reset")
         engine("longest_step_s")
         engine("deadline", deadline_s=DEADLINE_S)
         engine("sabotage", place=place, times=1, signals=[daemon.pid, how])
         try:
-            assert said(engine.generate(asked, params=OPTIONS, max_tokens=MAX_TOKENS)) == expected, place
+            assert said(engine.generate(asked, params=OPTIONS)) == expected, place
             step_s = engine("longest_step_s")
         finally:
             if how == signal.SIGSTOP:
