@@ -27,7 +27,7 @@ Call: TypeAlias = Callable[[float], Sequence[Outcome]]
 """A call of a backend that ends by a time (`time.monotonic`, s)."""
 
 _BATCH_BYTES = 4 << 20
-_BATCH_BLOCKS = 32
+_BATCH_BLOCKS = 64
 
 _FAILURES_TO_OPEN = 3
 """Failed calls in a row after which a backend is not used."""

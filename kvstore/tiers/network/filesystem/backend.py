@@ -20,21 +20,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Thread
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from kvstore import arena
-from kvstore.errors import ConfigError, TierError
-from kvstore.tiers.base import BlockIO
+from kvstore.errors import ConfigError
 from kvstore.tiers.network import objects
 from kvstore.tiers.network.base import Backend, Listed, Name, NetworkError, Object, Outcome
 from kvstore.tiers.network.filesystem.byte_grants import ByteGrants
 from kvstore.tiers.network.filesystem.call_pool import Call, CallPool, ScratchBuffer
 from kvstore.tiers.network.filesystem.membership import Membership
 from kvstore.tiers.network.filesystem.safe_paths import CONTROL, SafePaths, blocks, is_file, refused
-from kvstore.tiers.nvme.io.engines import best_engine
 from kvstore.types import ALIGN, slot_bytes
 
 if TYPE_CHECKING:
@@ -79,7 +75,6 @@ class Filesystem(Backend):
         """Starts the threads. Does not access the folder yet."""
         self._paths = SafePaths(folder)
         self._direct = True
-        self._engine = best_engine(threads)
         self._pool = CallPool("kvstore-files", threads)
         self._membership = Membership(self._paths, limit_bytes)
         self._temporary_numbers = itertools.count()
@@ -112,8 +107,6 @@ class Filesystem(Backend):
     def close(self) -> None:
         self._membership.close()
         self._pool.close()
-        # Closing the engine waits for I/O under way, which may hang.
-        Thread(target=self._engine.close, name="kvstore-files-close", daemon=True).start()
 
     # -- one object, on a thread of the pool
 
@@ -181,10 +174,10 @@ class Filesystem(Backend):
                 found = os.fstat(fd)
                 if not is_file(found) or found.st_size != len(raw):
                     return False
-                self._move(BlockIO(fd, 0, raw, write=False))
+                _read_all(fd, raw)
                 self._touch(fd, found)
             finally:
-                self._close(fd)
+                os.close(fd)
         return True
 
     def _store(self, name: Name, raw: memoryview, grants: ByteGrants, call: Call[Outcome]) -> None:
@@ -194,9 +187,9 @@ class Filesystem(Backend):
             try:
                 fd = self._open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, here)
                 try:
-                    self._move(BlockIO(fd, 0, raw, write=True))
+                    _write_all(fd, raw)
                 finally:
-                    self._close(fd)  # NFS reports a full disk only now
+                    os.close(fd)  # NFS reports a full disk only now
                 call.check()
                 with self._paths.parent(name, make=True) as (there, file):
                     os.rename(temporary, file, src_dir_fd=here, dst_dir_fd=there)
@@ -234,20 +227,6 @@ class Filesystem(Backend):
     def _open(self, file: str, flags: int, at: int) -> int:
         flags |= os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_DIRECT if self._direct else 0)
         return os.open(file, flags, 0o600, dir_fd=at)
-
-    def _move(self, io: BlockIO) -> None:
-        done: SimpleQueue[list[OSError | None]] = SimpleQueue()
-        try:
-            self._engine.submit([io], done.put, urgent=not io.write)
-        except TierError as closed:
-            raise OSError(errno.ESHUTDOWN, str(closed)) from None
-        [error] = done.get()
-        if error is not None:
-            raise error
-
-    def _close(self, fd: int) -> None:
-        self._engine.release(fd)
-        os.close(fd)
 
     # -- the folder
 
@@ -294,3 +273,19 @@ def _pack(thing: Object, raw: memoryview) -> None:
     raw[objects.HEADER_BYTES : HEAD_BYTES] = bytes(HEAD_BYTES - objects.HEADER_BYTES)
     arena.copy(raw[HEAD_BYTES:end], thing.memory[: thing.length])
     raw[end:] = bytes(len(raw) - end)
+
+
+def _read_all(fd: int, raw: memoryview) -> None:
+    """Fills memory from the start of a file. Raises OSError if the file is shorter."""
+    done = 0
+    while done < len(raw):
+        moved = os.preadv(fd, [raw[done:]], done)
+        if not moved:
+            raise OSError(errno.EIO, "the file is shorter than it was")
+        done += moved
+
+
+def _write_all(fd: int, raw: memoryview) -> None:
+    done = 0
+    while done < len(raw):
+        done += os.pwritev(fd, [raw[done:]], done)

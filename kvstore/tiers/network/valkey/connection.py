@@ -27,6 +27,9 @@ SMALL_BYTES = 64
 """The weight of a reply without payload."""
 
 _PIECES = 64
+_MOST_RECEIVES = 32
+"""Parts of replies that are received between two looks at the time."""
+
 _TLS_BYTES = 64 << 10  # a send that would block must be repeated with the same bytes
 _BLOCKED = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
@@ -127,8 +130,10 @@ class Connection:
             while self._unsent or self._waiting:
                 self._fill_window()
                 if events & ~select.POLLOUT:
-                    self._receive(self._socket)
-                    self._fill_window()
+                    for _ in range(_MOST_RECEIVES):
+                        if not self._waiting or not self._receive(self._socket):
+                            break
+                        self._fill_window()
                 if self._pieces:
                     self._send(self._socket)
                 if self._waiting:
@@ -158,17 +163,19 @@ class Connection:
                 self._pieces.appendleft(first[sent:])
             sent -= min(sent, len(first))
 
-    def _receive(self, connection: socket.socket) -> None:
+    def _receive(self, connection: socket.socket) -> bool:
+        """Receives a part of a reply. Returns False if none has arrived."""
         if self._parsing is None:
             self._next_reply()
         try:
             nbytes = connection.recv_into(self._target)
         except _BLOCKED:
-            return
+            return False
         if not nbytes:
             raise ConnectionError("the server closed the connection")
         self.heard = True
         self._received(nbytes)
+        return True
 
     def _received(self, nbytes: int) -> None:
         """Parses bytes that have arrived, and answers the requests that they complete."""
