@@ -93,6 +93,7 @@ REFUSALS = {
         "the engine's prefix caching is off",
         "was changed in place after its first use",
     ],
+    "lmcache": ["nothing names its weights"],
     "transformers": [
         "takes no past_key_values",
         "takes no position_ids",

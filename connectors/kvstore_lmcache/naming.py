@@ -1,0 +1,118 @@
+"""Names LMCache's objects: the namespace of their form, and the keys of their blocks.
+
+An object is one block, or several of one size if it is larger than `MOST_BLOCK_BYTES`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import lmcache
+from blake3 import blake3
+
+from kvstore import Layout, files_digest
+from kvstore_lmcache.options import AdapterOptions
+
+logger = logging.getLogger("lmcache.kvstore")
+
+MOST_BLOCK_BYTES = 16 << 20
+_MOST_PARTS = 4096
+_KEY_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The form of objects: shape and dtype of each tensor in them."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, shapes: Sequence[Any], dtypes: Sequence[Any]) -> Form:
+        """Returns the form of torch's shapes and dtypes."""
+        return cls(tuple(tuple(shape) for shape in shapes), tuple(dtypes))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of an object."""
+        return sum(
+            prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+        )
+
+    @property
+    def parts(self) -> int:
+        """The number of blocks of an object, all of one size; 0 if it cannot be cut."""
+        nbytes = self.nbytes
+        least = max(1, -(-nbytes // MOST_BLOCK_BYTES))
+        return next((n for n in range(least, _MOST_PARTS) if nbytes and not nbytes % n), 0)
+
+
+def form_of(thing: Any) -> Form | None:
+    """Returns the form of LMCache's MemoryObj; None if its bytes are encoded or cannot be cut into blocks."""
+    meta = thing.metadata
+    form = Form.of(meta.shapes or [meta.shape], meta.dtypes or [meta.dtype])
+    # A serializer narrows the object to the bytes that it has written.
+    return form if form.parts and thing.get_size() == form.nbytes else None
+
+
+def layout_of(model: str, revision: str, form: Form) -> Layout:
+    """Returns the layout of the blocks of objects. Raises MisuseError for a name that is too long."""
+    shapes = blake3(repr(form.shapes).encode()).hexdigest(16)
+    return Layout(
+        model=model,
+        revision=revision,
+        block_bytes=form.nbytes // form.parts,
+        dtype=", ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(form.dtypes)),
+        kv_layout=f"lmcache {lmcache.__version__}; {form.parts} parts; shapes {shapes}",
+        kind="independent",
+    )
+
+
+def keys_of(key: Any, parts: int) -> list[bytes]:
+    """Returns the keys of the blocks of an object, by LMCache's ObjectKey."""
+    fields = key.chunk_hash, key.kv_rank, key.object_group_id, key.cache_salt
+    digest = blake3(repr(fields).encode()).digest(length=_KEY_BYTES)
+    return [digest, *(blake3(digest + n.to_bytes(4, "little")).digest() for n in range(1, parts))]
+
+
+class Revisions:
+    """Names the weights of models. LMCache knows them by the name of the model alone."""
+
+    def __init__(self, options: AdapterOptions) -> None:
+        self._options = options
+        self._lock = threading.Lock()
+        self._known: dict[str, str] = {}
+
+    def of(self, model: str) -> str:
+        """Returns the name of a model's weights; empty while nothing names them. Never waits."""
+        if given := self._options.revision_of(model):
+            return given
+        with self._lock:
+            if model not in self._known:
+                self._known[model] = ""
+                if Path(model).is_dir():
+                    threading.Thread(
+                        target=self._read, args=(model,), name="kvstore-weights", daemon=True
+                    ).start()
+                else:
+                    logger.warning(
+                        "nothing is cached for %s: nothing names its weights (%s)",
+                        model,
+                        "set revision in adapter_params",
+                    )
+            return self._known[model]
+
+    def _read(self, model: str) -> None:
+        try:
+            digest = files_digest(model, logger, background=True).hexdigest
+        except Exception as error:
+            logger.warning("nothing is cached for %s: %s", model, error)
+            return
+        with self._lock:
+            self._known[model] = f"blake3:{digest}"
