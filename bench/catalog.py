@@ -46,6 +46,7 @@ _HOSTILE = (
 _GPU = "a GPU"
 _VLLM = "an environment with vLLM (several GB)"
 _REDIS = "redis-py (pip install 'redis[hiredis]')"
+_LMCACHE = "an environment with LMCache (2 GB)"
 _PEERS = "redis-py, and an environment with Mooncake (100 MB)"
 
 BENCHES = {
@@ -119,6 +120,12 @@ BENCHES = {
         + ("peers/exists/32-keys",),
         needs=_PEERS,
     ),
+    "lmcache": Entry(
+        "lmcache:run",
+        _named("lmcache/256-KiB", "store", "load", "lookup")
+        + _named("lmcache/4-MiB", "store", "load", "lookup"),
+        needs=_LMCACHE,
+    ),
     "objectstore": Entry("objectstore:run", _named("objectstore", "get", "put")),
     "weights": Entry("weights:run", _named("weights", "from-disk", "in-memory", "remembered")),
     "gpu": Entry(
@@ -154,7 +161,7 @@ BENCHES = {
 EVERYWHERE = tuple(name for name, entry in BENCHES.items() if not entry.needs)
 """Names of the benches that run on any machine."""
 
-ENGINES = tuple(name for name, entry in BENCHES.items() if entry.needs in (_VLLM, _PEERS))
+ENGINES = tuple(name for name, entry in BENCHES.items() if entry.needs in (_VLLM, _PEERS, _LMCACHE))
 """Names of those that need an engine's environment."""
 
 

@@ -53,6 +53,7 @@ class KVStoreAdapter(L2AdapterInterface):
         self._guard = ExceptionBarrier(logger)
         self._lock = threading.Lock()
         self._forms: dict[tuple[str, int], set[Form]] = {}
+        self._namespaces: dict[tuple[str, str, Form], Namespace] = {}
         self._encoded = 0
         self._stores: Tasks[L2StoreResult] = Tasks("store", options.num_workers)
         self._lookups: Tasks[Bitmap] = Tasks("lookup", 1)
@@ -188,11 +189,17 @@ class KVStoreAdapter(L2AdapterInterface):
                     revision = self._revisions.of(key.model_name)
                     if not revision or not form.parts:
                         continue
-                    layout = layout_of(key.model_name, revision, form)
-                    batch = batches[key.model_name, form] = _Batch(self._client.namespace(layout), form)
+                    space = self._namespace(key.model_name, revision, form)
+                    batch = batches[key.model_name, form] = _Batch(space, form)
                 batch.which.append(i)
                 batch.keys += keys_of(key, form.parts)
         yield from batches.values()
+
+    def _namespace(self, model: str, revision: str, form: Form) -> Namespace:
+        name = model, revision, form
+        if name not in self._namespaces:
+            self._namespaces[name] = self._client.namespace(layout_of(model, revision, form))
+        return self._namespaces[name]
 
     def _seen(self, key: Any) -> set[Form]:
         """Returns the forms of the objects that this process has stored of a model and group."""

@@ -293,7 +293,7 @@ def test_a_daemon_that_hangs_delays_no_task_beyond_its_deadline(own_daemon: Loca
     adapter.close()
 
 
-@pytest.mark.parametrize("where", ["form_of", "layout_of", "keys_of"])
+@pytest.mark.parametrize("where", ["form_of", "keys_of"])
 def test_an_exception_in_a_task_is_a_miss(
     adapter_of: Make, model: str, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
