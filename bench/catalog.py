@@ -105,8 +105,9 @@ BENCHES = {
     "admin": Entry("admin:run", _named("admin", "process", "thread")),
     "network": Entry(
         "network:run",
-        _named("network", "reuse-valkey", "reuse-folder", "reuse-s3", "handoff")
-        + _named("network", "killed", "hung", "garbage", "slow", "full"),
+        _named("network", "reuse-valkey", "reuse-valkey/1-MiB", "handoff")
+        + _named("network", "killed", "hung", "garbage", "slow", "full")
+        + _named("network", "reuse-folder", "reuse-folder/1-MiB", "reuse-s3", "reuse-s3/1-MiB"),
     ),
     "valkey": Entry(
         "valkey:run",

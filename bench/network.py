@@ -1,8 +1,8 @@
 """network: daemons that share one storage system over the loopback.
 
-`network/reuse-SYSTEM`: prefixes put on one node and served on another, compared with the same from local
-memory. Every block is compared. The systems are Valkey over TCP, a folder of this file system, and S3 (the
-server of `objectstore`).
+`network/reuse-SYSTEM`: prefixes of blocks of 64 KiB (`/1-MiB`: of 1 MiB) put on one node and served on
+another, compared with the same from local memory. Every block is compared. The systems are Valkey over TCP, a
+folder of this file system, and S3 (the server of `objectstore`).
 
 `network/handoff`: one node writes a prompt of 32,768 tokens (2,048 blocks of 64 KiB, a 32nd of those of an 8B
 model) while another reads it over Valkey. The figure is the time to the first readable block divided by the
@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,8 @@ class Sizes:
 
     block_bytes: int = 64 * KIB
     prefix: int = 512
+    large_bytes: int = MIB
+    large_prefix: int = 64
     prompt: int = 2048
     step: int = 64
     calls: int = 1000
@@ -55,7 +57,7 @@ class Sizes:
     timeout: str = "1s"
 
 
-SMOKE = Sizes(4 * KIB, 32, 64, 16, 50, 4, 16 * MIB, "5s")
+SMOKE = Sizes(4 * KIB, 32, 8 * KIB, 16, 64, 16, 50, 4, 16 * MIB, "5s")
 FAULTS = ("killed", "hung", "garbage", "slow", "full")
 WELL = "well"
 MODES = (WELL, *FAULTS)
@@ -68,19 +70,19 @@ def run(bench: Bench) -> Iterator[Result]:
     z = bench.pick(Sizes(), SMOKE)
     with tempfile.TemporaryDirectory() as name, valkey(Path(name)) as port:
         with nodes(z, redis(port), 2) as (a, b):
-            yield _reuse(bench, z, "valkey", a, b)
+            yield from _reuses(bench, z, "valkey", a, b)
             yield _hand_off(bench, z, a, b)
             with proxied(port) as (proxy, mode), nodes(z, redis(proxy), 1) as [client]:
                 for fault in FAULTS:
                     yield _hits(bench, z, port, fault, client, a, mode)
         with bench.scratch() as folder, nodes(z, f"file://{folder}/shared", 2) as (a, b):
-            yield _reuse(bench, z, "folder", a, b)
+            yield from _reuses(bench, z, "folder", a, b)
         secret = Path(name) / "secret"
         secret.write_text("bench")
         with started("-m", "bench.s3server") as endpoint:
             url = f"s3://bucket/bench?endpoint={endpoint}&region=us-east-1&unsigned_payload=1"
             with nodes(z, url, 2, user="bench", password_file=str(secret)) as (a, b):
-                yield _reuse(bench, z, "s3", a, b)
+                yield from _reuses(bench, z, "s3", a, b)
 
 
 # -- setup
@@ -152,8 +154,14 @@ def payload(keys: list[bytes], block_bytes: int) -> np.ndarray[Any, Any]:
 # -- two nodes
 
 
-def _reuse(bench: Bench, z: Sizes, system: str, a: Client, b: Client) -> Result:
-    layout = Layout(model=f"bench-{system}", block_bytes=z.block_bytes)
+def _reuses(bench: Bench, z: Sizes, system: str, a: Client, b: Client) -> Iterator[Result]:
+    yield _reuse(bench, z, f"reuse-{system}", a, b)
+    large = replace(z, block_bytes=z.large_bytes, prefix=z.large_prefix)
+    yield _reuse(bench, large, f"reuse-{system}/1-MiB", a, b)
+
+
+def _reuse(bench: Bench, z: Sizes, case: str, a: Client, b: Client) -> Result:
+    layout = Layout(model=case, block_bytes=z.block_bytes)
     here, there = a.namespace(layout), b.namespace(layout)
     asked = 0
 
@@ -188,8 +196,8 @@ def _reuse(bench: Bench, z: Sizes, system: str, a: Client, b: Client) -> Result:
         identical(keys, blocks, out, came)
         return len(keys) * z.block_bytes / took / 2**30
 
-    rounds = bench.interleave(f"reuse, {system}", (served, local), 0.4)
-    return rounds.result(f"network/reuse-{system}", "GiB/s", None, identical_blocks=asked)
+    rounds = bench.interleave(case, (served, local), 0.4)
+    return rounds.result(f"network/{case}", "GiB/s", None, identical_blocks=asked)
 
 
 def _hand_off(bench: Bench, z: Sizes, a: Client, b: Client) -> Result:
