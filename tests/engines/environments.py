@@ -26,7 +26,7 @@ ENGINES = sorted(file.parent.name for file in HERE.glob("*/requirements.txt"))
 NONE_SELECTED = 5
 _SIDE_BY_SIDE = ["--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder"]
 """By default, files with few tests come last, which are the longest: one process would wait for the other."""
-RUNS = {"vllm": ([*_SIDE_BY_SIDE, "-m", "not alone"], ["-m", "alone"])}
+RUNS = {"sglang": (_SIDE_BY_SIDE,), "vllm": ([*_SIDE_BY_SIDE, "-m", "not alone"], ["-m", "alone"])}
 """Options of each run of pytest for an engine. Starting an engine, as tests of vLLM do, takes one core."""
 
 
@@ -73,9 +73,13 @@ def _only_one(path: Path) -> Iterator[None]:
         yield
 
 
-def environment() -> dict[str, str]:
-    """Environment variables for an engine's interpreter: kvstore and its connectors come from this clone."""
-    return {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'connectors'}", "PYTHONNOUSERSITE": "1"}
+def environment(engine: str = "") -> dict[str, str]:
+    """Environment variables for an engine's interpreter: kvstore and its connectors come from this clone.
+
+    So do stubs of packages that the engine imports and its environment lacks, if there are some.
+    """
+    folders = [ROOT, ROOT / "connectors", *HERE.glob(f"{engine or '-'}/stubs")]
+    return {**os.environ, "PYTHONPATH": ":".join(map(str, folders)), "PYTHONNOUSERSITE": "1"}
 
 
 def _say(what: str) -> None:
@@ -105,7 +109,7 @@ def main() -> int:
         ended = []
         for run in RUNS.get(engine, ([],)):
             command = [python, "-m", "pytest", *options, *run, HERE / engine, *more]
-            ended.append(subprocess.run(command, cwd=ROOT, env=environment(), check=False).returncode)
+            ended.append(subprocess.run(command, cwd=ROOT, env=environment(engine), check=False).returncode)
         # Arguments may select tests of one run only.
         selected = [code for code in ended if code != NONE_SELECTED] if more else ended
         worst = max(worst, *(selected or ended))

@@ -1,0 +1,13 @@
+"""What every engine imports, once: the processes of engines are forks of one that has imported this module.
+
+SGLang takes a quarter of a minute to import its models, in each of its processes.
+"""
+
+from __future__ import annotations
+
+import sglang.srt.entrypoints.engine  # noqa: F401
+import sglang.srt.managers.scheduler  # noqa: F401
+import sglang.srt.mem_cache.unified_radix_cache
+import sglang.srt.models.registry  # noqa: F401
+
+import kvstore_sglang  # noqa: F401
