@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import os
@@ -23,6 +24,10 @@ VOCABULARY = 512
 PAGE_TOKENS = 16
 START_S = 60.0
 ANSWER_S = 60.0
+FLUSH_S = 20.0
+ROUNDING = 1e-4
+"""The largest difference of log-probabilities by other sizes of matrices. Answers of a store with zeros differ
+by more than 0.1."""
 BASE = {
     "device": "cpu",
     "attention_backend": "torch_native",
@@ -38,8 +43,9 @@ BASE = {
     "log_level": "info",
     "random_seed": 0,
 }
-FOLDER = Path(tempfile.mkdtemp(prefix="kvstore-sglang-"))
-"""The logs of engines."""
+LOGS = Path(tempfile.mkdtemp(prefix="kvstore-sglang-"))
+TEST_FOLDER = "KVSTORE_TEST_FOLDER"
+"""The environment variable with the folder of a `backend.Watched`."""
 
 
 def hicache(
@@ -88,13 +94,24 @@ def full_pages(tokens: int, page_tokens: int = PAGE_TOKENS) -> int:
 
 
 class Answer:
-    """An answer: tokens with their log-probabilities, and where the prompt's cached tokens came from."""
+    """An answer: tokens, their log-probabilities, and where the prompt's cached tokens came from."""
 
     def __init__(self, raw: dict[str, Any]) -> None:
         meta = raw["meta_info"]
-        self.said = tuple(raw["output_ids"]), tuple(each[0] for each in meta["output_token_logprobs"])
+        self.tokens = list(raw["output_ids"])
+        self.logprobs = [each[0] for each in meta["output_token_logprobs"]]
         self.cached = meta["cached_tokens"]
         self.stored = (meta.get("cached_tokens_details") or {}).get("storage", 0)
+
+    def says(self, other: Answer) -> bool:
+        """Whether it is the same answer. What is computed behind a cached prefix may be rounded otherwise."""
+        pairs = zip(self.logprobs, other.logprobs, strict=True)
+        return self.tokens == other.tokens and max(abs(a - b) for a, b in pairs) < ROUNDING
+
+
+def same(answers: list[Answer], expected: list[Answer]) -> bool:
+    """Whether all answers are the same, see `Answer.says`."""
+    return all(one.says(other) for one, other in zip(answers, expected, strict=True))
 
 
 class Ended(RuntimeError):
@@ -105,8 +122,9 @@ class Engine:
     """An engine during the `with` block. `log` is what it has printed."""
 
     def __init__(self, model: Path, environment: dict[str, str] | None = None, **options: Any) -> None:
+        self.model = model
         self._options = {**BASE, "model_path": str(model), **options}
-        self._log = FOLDER / f"{os.getpid()}-{random.randrange(10**9)}.log"
+        self._log = LOGS / f"{os.getpid()}-{random.randrange(10**9)}.log"
         self._environment = {**os.environ, **(environment or {})}
 
     def __enter__(self) -> Engine:
@@ -143,12 +161,18 @@ class Engine:
 
     def fresh(self, prompts: list[list[int]], **options: Any) -> list[Answer]:
         """Generates with nothing in the engine's own caches, one prompt after the other."""
-        self.flush()
-        return [answer for each in prompts for answer in self.generate([each], **options)]
+        answers = list[Answer]()
+        for each in prompts:
+            self.flush()
+            answers += self.generate([each], **options)
+        return answers
 
     def flush(self) -> None:
-        """Empties the engine's caches, on device and host. Refused while a write to the store goes on."""
-        self("flush_cache")
+        """Empties the engine's caches, on device and host. SGLang refuses while a transfer goes on."""
+        ends_s = time.monotonic() + FLUSH_S
+        while not self("flush_cache").success:
+            assert time.monotonic() < ends_s, "the cache is not flushed"
+            time.sleep(0.01)
 
     def __call__(self, method: str, **arguments: Any) -> Any:
         """Calls a method of SGLang's Engine."""
@@ -211,8 +235,16 @@ def _serve(
         except EOFError:
             break
         try:
-            result = getattr(engine, method)(**arguments)
-            connection.send((True, result if method == "generate" else None))
+            call = functools.partial(_generated, engine) if method == "generate" else getattr(engine, method)
+            connection.send((True, call(**arguments)))
         except Exception:
             connection.send((False, traceback.format_exc()))
     engine.shutdown()
+
+
+def _generated(engine: Any, **arguments: Any) -> Any:
+    """Returns answers as Engine.generate does, which has no arguments for salts."""
+    from sglang.srt.managers.io_struct import GenerateReqInput  # noqa: PLC0415 - it is imported already
+
+    answers = engine.tokenizer_manager.generate_request(GenerateReqInput(**arguments), None)
+    return engine.loop.run_until_complete(anext(answers))
