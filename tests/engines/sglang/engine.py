@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import multiprocessing
 import os
@@ -42,6 +41,7 @@ BASE = {
     "skip_tokenizer_init": True,
     "log_level": "info",
     "random_seed": 0,
+    "sleep_on_idle": True,
 }
 LOGS = Path(tempfile.mkdtemp(prefix="kvstore-sglang-"))
 TEST_FOLDER = "KVSTORE_TEST_FOLDER"
@@ -167,15 +167,21 @@ class Engine:
             answers += self.generate([each], **options)
         return answers
 
+    def store(self, prompts: list[list[int]], **options: Any) -> list[Answer]:
+        """Generates, and waits until all is stored."""
+        answers = self.generate(prompts, **options)
+        self.flush()
+        return answers
+
     def flush(self) -> None:
-        """Empties the engine's caches, on device and host. SGLang refuses while a transfer goes on."""
+        """Empties the engine's caches, on device and host. SGLang refuses while it stores or loads."""
         ends_s = time.monotonic() + FLUSH_S
-        while not self("flush_cache").success:
+        while not self("flush_cache"):
             assert time.monotonic() < ends_s, "the cache is not flushed"
             time.sleep(0.01)
 
     def __call__(self, method: str, **arguments: Any) -> Any:
-        """Calls a method of SGLang's Engine."""
+        """Calls a method of SGLang's Engine; returns whether it has succeeded."""
         self._connection.send((method, arguments))
         return self._receive(ANSWER_S)
 
@@ -235,8 +241,11 @@ def _serve(
         except EOFError:
             break
         try:
-            call = functools.partial(_generated, engine) if method == "generate" else getattr(engine, method)
-            connection.send((True, call(**arguments)))
+            if method == "generate":
+                connection.send((True, _generated(engine, **arguments)))
+            else:
+                # Whoever asks has not imported SGLang.
+                connection.send((True, getattr(engine, method)(**arguments).success))
         except Exception:
             connection.send((False, traceback.format_exc()))
     engine.shutdown()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from kvstore import Client, Layout
 from kvstore.lab.local_daemon import LocalDaemon
-from tests.engines.sglang.engine import TEST_FOLDER, Engine, hicache
+from tests.engines.sglang.engine import TEST_FOLDER, hicache
 
 
 def watched(daemon: LocalDaemon, folder: Path, **options: Any) -> dict[str, Any]:
@@ -35,15 +34,6 @@ def keys_of(tokens: list[int], page_tokens: int) -> list[bytes]:
     return keys
 
 
-def settled(daemon: LocalDaemon) -> int:
-    """Waits until nothing more is stored: stores go on after an answer. Returns the number of blocks."""
-    with Client(daemon.url, deadline_s=10.0) as client:
-        stored = -1
-        while stored != (stored := client.status()["counters"]["stored_blocks"]):
-            time.sleep(0.3)
-    return stored
-
-
 def zero(daemon: LocalDaemon, layout: Layout, keys: list[bytes]) -> None:
     """Stores zeros instead of a prompt's blocks."""
     with Client(daemon.url, deadline_s=10.0) as client:
@@ -52,9 +42,3 @@ def zero(daemon: LocalDaemon, layout: Layout, keys: list[bytes]) -> None:
         namespace.invalidate(keys)
         zeros = np.zeros((len(keys), layout.block_bytes), np.uint8)
         assert namespace.put(keys, zeros).stored == len(keys)
-
-
-def stored_by(engine: Engine, daemon: LocalDaemon, prompts: list[list[int]], **how: Any) -> None:
-    """Has an engine compute and store prompts."""
-    engine.generate(prompts, **how)
-    settled(daemon)

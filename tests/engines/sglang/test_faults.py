@@ -16,7 +16,7 @@ from kvstore.lab.local_daemon import LocalDaemon
 from tests.daemons import eventually
 from tests.engines.sglang.conftest import SETTINGS
 from tests.engines.sglang.engine import Answer, Engine, full_pages, hicache, prompt, same
-from tests.engines.sglang.stored import keys_of, layout_of, settled, stored_by, watched
+from tests.engines.sglang.stored import keys_of, layout_of, watched
 from tests.processes import stop
 
 PLACES = [
@@ -38,14 +38,13 @@ def served(model: Path, daemon: LocalDaemon, folder: Path) -> Iterator[Engine]:
         yield engine
 
 
-def found_again(engine: Engine, daemon: LocalDaemon, asked: list[list[int]], expected: list[Answer]) -> bool:
+def found_again(engine: Engine, asked: list[list[int]], expected: list[Answer]) -> bool:
     """Whether prompts are found again, once the client has connected to the daemon again."""
     wanted = [full_pages(len(each)) for each in asked]
 
     def found() -> bool:
         answers = engine.fresh(asked)
         assert same(answers, expected)
-        settled(daemon)
         return [answer.stored for answer in answers] == wanted
 
     return eventually(found)
@@ -57,7 +56,7 @@ def test_an_exception_in_every_function_is_a_miss(
 ) -> None:
     known, new = prompt(200, 130), prompt(201 + PLACES.index(place), 130)
     expected = plain.fresh([known, new])
-    stored_by(served, daemon, [known])
+    served.store([known])
     (folder / "raised").unlink(missing_ok=True)
     (folder / "place").write_text(place)
     try:
@@ -70,7 +69,7 @@ def test_an_exception_in_every_function_is_a_miss(
         assert eventually((folder / "raised").exists)
     finally:
         (folder / "place").unlink()
-    assert found_again(served, daemon, [known, new], expected)
+    assert found_again(served, [known, new], expected)
 
 
 def test_a_daemon_killed_and_restarted_while_serving(
@@ -78,7 +77,7 @@ def test_a_daemon_killed_and_restarted_while_serving(
 ) -> None:
     asked = [prompt(220 + i, 150 + 40 * i) for i in range(4)]
     expected = plain.fresh(asked)
-    stored_by(served, daemon, asked)
+    served.store(asked)
     for after_s in (0.0, 0.05, 0.2):
         served.flush()
         served.send_prompts(asked)
@@ -89,7 +88,7 @@ def test_a_daemon_killed_and_restarted_while_serving(
             assert same(served.fresh(asked), expected)
         finally:
             daemon.start()
-    assert found_again(served, daemon, asked, expected)
+    assert found_again(served, asked, expected)
 
 
 def test_a_stopped_daemon_delays_a_request_by_its_deadlines_at_most(
@@ -97,7 +96,7 @@ def test_a_stopped_daemon_delays_a_request_by_its_deadlines_at_most(
 ) -> None:
     asked = [prompt(230, 200)]
     expected = plain.fresh(asked)
-    stored_by(served, daemon, asked)
+    served.store(asked)
     served.flush()
     stop(daemon.pid)
     try:
@@ -108,7 +107,7 @@ def test_a_stopped_daemon_delays_a_request_by_its_deadlines_at_most(
         assert same(served.fresh(asked), expected)
     finally:
         os.kill(daemon.pid, signal.SIGCONT)
-    assert found_again(served, daemon, asked, expected)
+    assert found_again(served, asked, expected)
 
 
 def test_altered_bytes_end_the_prefix(
@@ -116,7 +115,7 @@ def test_altered_bytes_end_the_prefix(
 ) -> None:
     asked = prompt(240, 300)
     expected = plain.fresh([asked])
-    stored_by(served, daemon, [asked])
+    served.store([asked])
     keys, layout = keys_of(asked, 16), layout_of(folder)
     with Client(daemon.url, deadline_s=10.0) as client:
         namespace = client.namespace(layout)
@@ -132,7 +131,7 @@ def test_altered_bytes_end_the_prefix(
         answers = served.fresh([asked])
     assert same(answers, expected)
     assert answers[0].stored == 4 * 16
-    assert found_again(served, daemon, [asked], expected)
+    assert found_again(served, [asked], expected)
 
 
 def test_a_daemon_that_has_lost_the_prefix_stores_what_follows(
@@ -143,12 +142,12 @@ def test_a_daemon_that_has_lost_the_prefix_stores_what_follows(
     longer = asked + prompt(251, 160)
     expected = plain.fresh([longer])
     served.flush()
-    stored_by(served, daemon, [asked])
+    served.generate([asked])
     with Client(daemon.url, deadline_s=10.0) as client:
         namespace = client.namespace(layout_of(folder))
+        assert eventually(lambda: namespace.lookup(keys_of(asked, 16)) == 10)
         assert namespace.invalidate(keys_of(asked, 16)) == 10
-        assert same(served.generate([longer]), expected)
-        settled(daemon)
+        assert same(served.store([longer]), expected)
         assert namespace.contains(keys_of(longer, 16)).tolist() == [False] * 10 + [True] * 10
 
 
@@ -162,7 +161,7 @@ def test_a_daemon_started_later_is_used(plain: Engine, model: Path) -> None:
                 answers = engine.fresh(asked)
                 assert (same(answers, expected), answers[0].cached) == (True, 0)
             late.start()
-            assert found_again(engine, late, asked, expected)
+            assert found_again(engine, asked, expected)
 
 
 def test_a_full_store_serves_a_part(plain: Engine, model: Path) -> None:
@@ -174,7 +173,6 @@ def test_a_full_store_serves_a_part(plain: Engine, model: Path) -> None:
     ):
         for _ in range(2):
             assert same(engine.fresh(asked), expected)
-            settled(small)
 
 
 def test_a_killed_engine_leaves_nothing_behind(plain: Engine, model: Path, daemon: LocalDaemon) -> None:

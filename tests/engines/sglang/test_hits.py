@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.lab.local_daemon import LocalDaemon
 from tests.engines.sglang.engine import Engine, full_pages, hicache, prompt, same
-from tests.engines.sglang.stored import keys_of, layout_of, settled, stored_by, watched, zero
+from tests.engines.sglang.stored import keys_of, layout_of, watched, zero
 
 LAYOUTS = ("layer_first", "page_first_direct")
 
@@ -24,9 +24,8 @@ def test_a_second_process_loads_what_the_first_has_stored(
     expected = plain.fresh(prompts)
     how = watched(daemon, tmp_path / "layout", layout=layout, engine={"page_size": page_tokens})
     with Engine(model, **how) as first:
-        [cold] = first.generate([asked])
+        [cold] = first.store([asked])
         assert (cold.cached, cold.says(expected[0])) == (0, True)
-        settled(daemon)
     with Engine(model, **how) as second:
         answers = second.fresh(prompts)
         assert same(answers, expected)
@@ -34,7 +33,6 @@ def test_a_second_process_loads_what_the_first_has_stored(
         whole = [page_tokens * (tokens // page_tokens) for tokens in (299, 300, 200)]
         assert [answer.stored for answer in answers] == whole
         assert [answer.cached for answer in answers] == whole
-        settled(daemon)
         # The stored bytes are used: with zeros, the answer is another one.
         zero(daemon, layout_of(tmp_path / "layout"), keys_of(asked, page_tokens))
         [changed] = second.fresh([asked])
@@ -47,7 +45,7 @@ def test_a_hit_of_the_store_is_bit_identical_to_one_of_the_engine(
     asked = [prompt(15 + i, 150 + 37 * i) for i in range(4)]
     plain.fresh(asked[:1])
     with Engine(model, **hicache(daemon, model="bits")) as served:
-        stored_by(served, daemon, asked)
+        served.store(asked)
         for each in asked:
             plain.flush()
             plain.generate([each], max_new_tokens=1)
@@ -62,7 +60,7 @@ def test_prefetch_policies(plain: Engine, model: Path, daemon: LocalDaemon, poli
     asked = [prompt(20, 500)]
     engine = {"hicache_storage_prefetch_policy": policy}
     with Engine(model, **hicache(daemon, engine=engine, model=policy)) as served:
-        stored_by(served, daemon, asked)
+        served.store(asked)
         again = served.fresh(asked)
         assert same(again, plain.fresh(asked))
         # With best_effort, a request waits for nothing.
@@ -78,7 +76,6 @@ def test_write_policies(plain: Engine, model: Path, daemon: LocalDaemon, policy:
     with Engine(model, **hicache(daemon, engine=engine, model=policy)) as served:
         for each, wanted in zip(asked, expected, strict=True):
             assert same([served.generate([each])[0] for _ in range(3)], [wanted] * 3)
-        settled(daemon)
         answers = served.fresh(asked)
         assert same(answers, expected)
         assert sum(answer.stored for answer in answers) >= 3 * full_pages(600)
@@ -88,7 +85,7 @@ def test_many_pages_at_once(plain: Engine, model: Path, daemon: LocalDaemon) -> 
     """SGLang transfers 128 pages a call, and asks for all of a prompt at once."""
     asked = [prompt(40, 2200)]
     with Engine(model, **hicache(daemon, engine={"page_size": 1}, model="many")) as served:
-        stored_by(served, daemon, asked)
+        served.store(asked)
         again = served.fresh(asked)
         assert same(again, plain.fresh(asked))
         assert again[0].stored == 2199
@@ -103,7 +100,7 @@ def test_without_prefix_keys_blocks_are_found_all_the_same(
     options: dict[str, Any] = {"hicache_storage_pass_prefix_keys": None, "model": "without prefixes"}
     with Engine(model, **hicache(daemon, **options)) as served:
         for each in prompts:
-            stored_by(served, daemon, [each])
+            served.store([each])
         assert 'add "hicache_storage_pass_prefix_keys"' in served.log
         again = served.fresh(prompts)
         assert same(again, plain.fresh(prompts))
@@ -114,10 +111,9 @@ def test_without_prefix_keys_blocks_are_found_all_the_same(
 def test_salts_share_nothing(model: Path, daemon: LocalDaemon, name: str) -> None:
     asked = [prompt(60, 200)]
     with Engine(model, **hicache(daemon, model=name)) as served:
-        stored_by(served, daemon, asked)
+        served.store(asked)
         for salt in ("red", "blue"):
             assert served.fresh(asked, **{name: [salt]})[0].stored == 0
-            settled(daemon)
             assert served.fresh(asked, **{name: [salt]})[0].stored == full_pages(200)
         assert served.fresh(asked)[0].stored == full_pages(200)
 
@@ -126,7 +122,7 @@ def test_concurrent_requests(plain: Engine, model: Path, daemon: LocalDaemon) ->
     shared = prompt(70, 160)
     asked = [shared + prompt(71 + i, 60 + 10 * i) for i in range(4)]
     with Engine(model, **hicache(daemon, model="concurrent")) as served:
-        stored_by(served, daemon, asked)
+        served.store(asked)
         served.flush()
         answers = served.generate(asked)
         assert same(answers, plain.fresh(asked))
