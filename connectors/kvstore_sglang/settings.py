@@ -28,7 +28,10 @@ _OF_SGLANG = ("backend_name", "module_path", "class_name", "interface_v1", "file
 MOST_DEADLINE_S = 10.0
 """SGLang waits this long for its storage threads when it resets its cache."""
 
-SERVED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+SERVED_ARCHITECTURES = (
+    "GemmaForCausalLM", "GraniteForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "Olmo2ForCausalLM",
+    "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
+)  # fmt: skip
 """The served models, by the name of their class: those that a test covers."""
 SERVED_DEVICES = ("cpu", "cuda")
 SERVED_DTYPES = ("torch.bfloat16", "torch.float16", "torch.float32")

@@ -244,8 +244,9 @@ def _serve(
             if method == "generate":
                 connection.send((True, _generated(engine, **arguments)))
             else:
+                result = getattr(engine, method)(**arguments)
                 # Whoever asks has not imported SGLang.
-                connection.send((True, getattr(engine, method)(**arguments).success))
+                connection.send((True, result[0] if isinstance(result, tuple) else result.success))
         except Exception:
             connection.send((False, traceback.format_exc()))
     engine.shutdown()

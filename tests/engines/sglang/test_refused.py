@@ -103,7 +103,7 @@ def test_a_served_engine_passes(check: Callable[..., None]) -> None:
         ({"model": {"dtype": "torch.float8_e4m3fn"}}, "--dtype is torch.float8_e4m3fn"),
         (
             {"model": {"hf_config": SimpleNamespace(architectures=["MambaForCausalLM"])}},
-            "no test covers the model MambaForCausalLM .served are LlamaForCausalLM",
+            "no test covers the model MambaForCausalLM .served are GemmaForCausalLM, ",
         ),
         ({"config": {"tp_size": 2}}, "--tp-size is 2"),
         ({"config": {"pp_size": 2}}, "--pp-size is 2"),
