@@ -67,7 +67,7 @@ class HostPages:
         return ids
 
     def _layers(self, pool: torch.Tensor) -> Sequence[PagedLayer]:
-        """Returns where the pool has the rows of a page. Its first half has the keys, the second the values."""
+        """Returns where the pool has the rows of a page: keys in its first half, values in the second."""
         layers, heads, dim = self.shape
         row_bytes = self.page_tokens * heads * dim * pool.itemsize
         half = self._pages * layers * row_bytes

@@ -1,8 +1,7 @@
 """`HiCacheKVStore`: SGLang asks it for prefixes and gives it pages to fill and to store.
 
-SGLang calls it from its own threads: one that asks which pages are stored, one that loads, one that stores. So
-no call delays a step of the engine. Refusals are raised while the engine starts; afterwards, every failure is
-a miss.
+SGLang calls it from its own threads: one asks which pages are stored, one loads, one stores. No call delays a
+step of the engine. Refusals are raised while the engine starts; afterwards, every failure is a miss.
 
 Not covered: pools beside that of full attention (sliding windows, states, drafts), which are refused.
 """
@@ -139,7 +138,9 @@ class HiCacheKVStore(HiCacheStorage):  # type: ignore[misc, unused-ignore]
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
         """Misses: `batch_get_v1` loads."""
 
-    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[None]:
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[None]:
         """Misses: `batch_get_v1` loads."""
         return [None] * len(keys)
 

@@ -25,8 +25,7 @@ START_S = 60.0
 ANSWER_S = 60.0
 FLUSH_S = 20.0
 ROUNDING = 1e-4
-"""The largest difference of log-probabilities by other sizes of matrices. Answers of a store with zeros differ
-by more than 0.1."""
+"""The largest difference of log-probabilities that other sizes of matrices cause."""
 BASE = {
     "device": "cpu",
     "attention_backend": "torch_native",
@@ -215,9 +214,7 @@ class Engine:
         self._process.join(10)
 
 
-def _serve(
-    connection: Connection, log: str, options: dict[str, Any], environment: dict[str, str]
-) -> None:
+def _serve(connection: Connection, log: str, options: dict[str, Any], environment: dict[str, str]) -> None:
     """Runs an engine and what is asked of it, in a fork that leads a process group."""
     os.setsid()
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -5,8 +5,10 @@ SGLang takes a quarter of a minute to import its models, in each of its processe
 
 from __future__ import annotations
 
-import sglang.srt.entrypoints.engine  # noqa: F401
-import sglang.srt.managers.scheduler  # noqa: F401
+import sglang.launch_server
+import sglang.srt.entrypoints.engine
+import sglang.srt.entrypoints.http_server
+import sglang.srt.managers.scheduler
 import sglang.srt.mem_cache.unified_radix_cache
 import sglang.srt.models.registry  # noqa: F401
 

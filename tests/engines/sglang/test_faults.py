@@ -1,4 +1,4 @@
-"""Daemons that are absent, killed or stopped, altered bytes, exceptions: each is a miss, and the engine lives."""
+"""Absent, killed and stopped daemons, altered bytes, exceptions: all are misses, and the engine lives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must not be shared is not: weights, dtypes, page sizes, layouts, tenants; and who is refused at start."""
+"""Weights, dtypes, page sizes, layouts and tenants share nothing; some engines are refused at start."""
 
 from __future__ import annotations
 

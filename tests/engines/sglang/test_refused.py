@@ -121,9 +121,7 @@ def test_a_served_engine_passes(check: Callable[..., None]) -> None:
         ({"features": {"enable_memory_saver": True}}, "--enable-memory-saver is True"),
     ],
 )
-def test_other_engines_are_refused(
-    check: Callable[..., None], engine: dict[str, Any], message: str
-) -> None:
+def test_other_engines_are_refused(check: Callable[..., None], engine: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check(**engine)
 
