@@ -107,9 +107,8 @@ def _refusals_of_options(config: Any) -> Iterator[tuple[str, str]]:
     """Yields which options of the engine are not served."""
     hint = "no test covers it: leave it out, or leave out --hicache-storage-backend"
     served = {
-        "--tp-size": (config.tp_size, (1,)),
         "--pp-size": (config.pp_size, (1,)),
-        "--dp-size": (get_parallel().dp_size, (1,)),
+        "--enable-dp-attention": (bool(get_parallel().enable_dp_attention), (False,)),
         "--attn-cp-size": (config.attn_cp_size, (1,)),
         "--dcp-size": (config.dcp_size, (1,)),
         "--device": (str(get_device().device).partition(":")[0], SERVED_DEVICES),

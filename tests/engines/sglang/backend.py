@@ -1,6 +1,6 @@
 """The backend with a door for tests: which namespace it has, and exceptions in its functions.
 
-The folder that `TEST_FOLDER` names has the files `layout`, `place` and `raised`.
+The folder that `TEST_FOLDER` names has the files `layout-RANK`, `place`, `raised` and `escaped`.
 """
 
 from __future__ import annotations
@@ -52,17 +52,35 @@ def _raising(place: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _watched(hook: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a hook of SGLang. Notes an exception, which SGLang logs alone, in the file `escaped`."""
+    try:
+        return hook(*arguments)
+    except BaseException as error:
+        (Path(os.environ[TEST_FOLDER]) / "escaped").write_text(repr(error))
+        raise
+
+
 class Watched(HiCacheKVStore):
-    """Writes its layout to the file `layout`."""
+    """Writes its layout to the file `layout-RANK`."""
 
     def __init__(self, *arguments: Any) -> None:
         for place, (owner, name) in PLACES.items():
             setattr(owner, name, _raising(place, getattr(owner, name)))
         super().__init__(*arguments)
 
+    def batch_exists(self, *arguments: Any) -> int:
+        return int(_watched(super().batch_exists, *arguments))
+
+    def batch_get_v1(self, *arguments: Any) -> list[bool]:
+        return list(_watched(super().batch_get_v1, *arguments))
+
+    def batch_set_v1(self, *arguments: Any) -> list[bool]:
+        return list(_watched(super().batch_set_v1, *arguments))
+
     def _open(self) -> Any:
         namespace, pages = super()._open()
-        file = Path(os.environ[TEST_FOLDER]) / "layout"
+        file = Path(os.environ[TEST_FOLDER]) / f"layout-{self._config.tp_rank}"
         if namespace is not None and not file.exists():
             file.write_text(json.dumps(asdict(namespace.layout)))
         return namespace, pages

@@ -21,8 +21,8 @@ def watched(daemon: LocalDaemon, folder: Path, **options: Any) -> dict[str, Any]
     return {"environment": {TEST_FOLDER: str(folder)}, **hicache(daemon, backend=backend, **options)}
 
 
-def layout_of(folder: Path) -> Layout:
-    return Layout(**json.loads((folder / "layout").read_text()))
+def layout_of(folder: Path, rank: int = 0) -> Layout:
+    return Layout(**json.loads((folder / f"layout-{rank}").read_text()))
 
 
 def keys_of(tokens: list[int], page_tokens: int) -> list[bytes]:

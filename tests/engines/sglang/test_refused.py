@@ -55,14 +55,14 @@ MODEL = {
     "is_generation": True,
     "dtype": "torch.bfloat16",
 }
-CONFIG = {"is_mla_model": False, "tp_size": 1, "pp_size": 1, "attn_cp_size": 1, "dcp_size": 1}
+CONFIG = {"is_mla_model": False, "pp_size": 1, "attn_cp_size": 1, "dcp_size": 1}
 OPTIONS = {
     "get_device": {"device": "cuda"},
     "get_disagg": {"disaggregation_mode": "null"},
     "get_lora": {"enable_lora": None},
     "get_memory": {"hicache_host_memory_mode": "cache"},
     "get_model": {"quantization": None, "kv_cache_dtype": "auto", "model_impl": "auto"},
-    "get_parallel": {"dp_size": 1},
+    "get_parallel": {"enable_dp_attention": False},
     "get_spec": {"speculative_algorithm": None},
 }
 
@@ -105,11 +105,10 @@ def test_a_served_engine_passes(check: Callable[..., None]) -> None:
             {"model": {"hf_config": SimpleNamespace(architectures=["MambaForCausalLM"])}},
             "no test covers the model MambaForCausalLM .served are GemmaForCausalLM, ",
         ),
-        ({"config": {"tp_size": 2}}, "--tp-size is 2"),
         ({"config": {"pp_size": 2}}, "--pp-size is 2"),
         ({"config": {"attn_cp_size": 2}}, "--attn-cp-size is 2"),
         ({"config": {"dcp_size": 2}}, "--dcp-size is 2"),
-        ({"get_parallel": {"dp_size": 2}}, "--dp-size is 2"),
+        ({"get_parallel": {"enable_dp_attention": True}}, "--enable-dp-attention is True"),
         ({"get_device": {"device": "xpu"}}, "--device is xpu"),
         ({"get_model": {"quantization": "fp8"}}, "--quantization is fp8"),
         ({"get_model": {"kv_cache_dtype": "fp8_e4m3"}}, "--kv-cache-dtype is fp8_e4m3"),
