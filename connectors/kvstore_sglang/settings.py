@@ -107,7 +107,6 @@ def _refusals_of_options(config: Any) -> Iterator[tuple[str, str]]:
     """Yields which options of the engine are not served."""
     hint = "no test covers it: leave it out, or leave out --hicache-storage-backend"
     served = {
-        "--pp-size": (config.pp_size, (1,)),
         "--enable-dp-attention": (bool(get_parallel().enable_dp_attention), (False,)),
         "--attn-cp-size": (config.attn_cp_size, (1,)),
         "--dcp-size": (config.dcp_size, (1,)),

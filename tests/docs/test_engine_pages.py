@@ -127,7 +127,7 @@ REFUSALS = {
         "was changed after the engine started",
         "nothing is loaded or stored from now on",
         "--hicache-mem-layout is page_head",
-        "--tp-size is 2",
+        "--attn-cp-size is 2",
     ],
     "transformers": [
         "takes no past_key_values",

@@ -80,7 +80,7 @@ class Watched(HiCacheKVStore):
 
     def _open(self) -> Any:
         namespace, pages = super()._open()
-        file = Path(os.environ[TEST_FOLDER]) / f"layout-{self._config.tp_rank}"
+        file = Path(os.environ[TEST_FOLDER]) / f"layout-{self._config.tp_rank + self._config.pp_rank}"
         if namespace is not None and not file.exists():
             file.write_text(json.dumps(asdict(namespace.layout)))
         return namespace, pages

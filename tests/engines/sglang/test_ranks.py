@@ -16,26 +16,23 @@ ONE_CORE_EACH = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 ASKED = [prompt(500, 300)]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("ranks")
-
-
-def sharded(daemon: LocalDaemon, folder: Path) -> dict[str, Any]:
-    how = watched(daemon, folder, engine={"tp_size": 2})
+def sharded(daemon: LocalDaemon, folder: Path, by: str = "tp_size") -> dict[str, Any]:
+    how = watched(daemon, folder, engine={by: 2})
     return {**how, "environment": {**how["environment"], **ONE_CORE_EACH}}
 
 
+@pytest.mark.parametrize("by", ["tp_size", "pp_size"])
 def test_a_second_process_loads_the_blocks_of_both_shards(
-    plain: Engine, model: Path, daemon: LocalDaemon, folder: Path
+    plain: Engine, model: Path, daemon: LocalDaemon, tmp_path: Path, by: str
 ) -> None:
-    with Engine(model, **sharded(daemon, folder)) as first:
+    folder = tmp_path / "layouts"
+    with Engine(model, **sharded(daemon, folder, by)) as first:
         expected = first.store(ASKED)
         assert expected[0].tokens == plain.fresh(ASKED)[0].tokens
     whole = full_pages(300)
     keys, layouts = keys_of(ASKED[0], 16), [layout_of(folder, rank) for rank in range(2)]
     assert layouts[0].shard != layouts[1].shard
-    with Engine(model, **sharded(daemon, folder)) as second:
+    with Engine(model, **sharded(daemon, folder, by)) as second:
         answers = second.fresh(ASKED)
         assert (same(answers, expected), answers[0].stored) == (True, whole)
         # One shard lacks a page: the pages before it count.
@@ -51,8 +48,8 @@ def test_a_second_process_loads_the_blocks_of_both_shards(
         assert (same(answers, expected), answers[0].stored) == (False, whole)
 
 
-def test_another_number_of_shards_shares_nothing(model: Path, daemon: LocalDaemon, folder: Path) -> None:
-    with Engine(model, **sharded(daemon, folder)) as both:
+def test_another_number_of_shards_shares_nothing(model: Path, daemon: LocalDaemon, tmp_path: Path) -> None:
+    with Engine(model, **sharded(daemon, tmp_path / "layouts")) as both:
         both.store(ASKED)
     with Engine(model, **hicache(daemon)) as one:
         assert one.fresh(ASKED)[0].stored == 0

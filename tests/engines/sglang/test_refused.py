@@ -55,7 +55,7 @@ MODEL = {
     "is_generation": True,
     "dtype": "torch.bfloat16",
 }
-CONFIG = {"is_mla_model": False, "pp_size": 1, "attn_cp_size": 1, "dcp_size": 1}
+CONFIG = {"is_mla_model": False, "attn_cp_size": 1, "dcp_size": 1}
 OPTIONS = {
     "get_device": {"device": "cuda"},
     "get_disagg": {"disaggregation_mode": "null"},
@@ -105,7 +105,6 @@ def test_a_served_engine_passes(check: Callable[..., None]) -> None:
             {"model": {"hf_config": SimpleNamespace(architectures=["MambaForCausalLM"])}},
             "no test covers the model MambaForCausalLM .served are GemmaForCausalLM, ",
         ),
-        ({"config": {"pp_size": 2}}, "--pp-size is 2"),
         ({"config": {"attn_cp_size": 2}}, "--attn-cp-size is 2"),
         ({"config": {"dcp_size": 2}}, "--dcp-size is 2"),
         ({"get_parallel": {"enable_dp_attention": True}}, "--enable-dp-attention is True"),
