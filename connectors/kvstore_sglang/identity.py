@@ -11,7 +11,14 @@ from typing import Any
 import sglang
 import torch
 from blake3 import blake3
-from sglang.srt.runtime_context import attention_backends, get_exec, get_model, process_model_config
+from sglang.srt.runtime_context import (
+    attention_backends,
+    get_device,
+    get_exec,
+    get_model,
+    get_parallel,
+    process_model_config,
+)
 
 from kvstore import Layout
 from kvstore_sglang.pages import HostPages
@@ -40,7 +47,7 @@ def layout_of(config: Any, pages: HostPages, name: str, revision: str) -> Layout
         block_tokens=pages.page_tokens,
         shard=f"tp {config.tp_rank}/{config.tp_size}, pp {config.pp_rank}/{config.pp_size}",
         kv_layout=f"sglang {sglang.__version__}; {pages.layout}, {layers} layers, {heads} heads of {dim}; "
-        f"{kernels}; {_processor()}; {_digest(config)}",
+        f"{kernels}; {_processor()}; {_digest()}",
     )
 
 
@@ -51,7 +58,7 @@ def model_name(by_content: bool) -> str:
     return str(get_model().model_path)
 
 
-def _digest(config: Any) -> str:
+def _digest() -> str:
     """Returns a digest of the configuration of model and engine, as far as it may change KV."""
     model = process_model_config()
     described = {k: v for k, v in model.hf_config.to_dict().items() if k not in _SAYS_NOTHING}
@@ -62,17 +69,18 @@ def _digest(config: Any) -> str:
         "context": model.context_len,
         "kv dtype": get_model().kv_cache_dtype,
         "options": {name: getattr(get_model(), name) for name in _OF_MODEL},
-        "kernels": {k: v for k, v in vars(execution.kernel)["_fields"].items() if k not in _LEFT_OUT},
-        "deterministic": vars(execution.deterministic)["_fields"],
+        "kernels": {k: v for k, v in execution.kernel._fields.items() if k not in _LEFT_OUT},
+        "deterministic": execution.deterministic._fields,
         "tf32": execution.features.enable_tf32_matmul,
         "compile": execution.graph.enable_torch_compile,
+        "experts": [execution.moe.moe_runner_backend, execution.moe.moe_a2a_backend, get_parallel().ep_size],
         "torch": [torch.__version__, torch.get_float32_matmul_precision()],
     }
     return blake3(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest(16)
 
 
 def _processor() -> str:
-    if torch.cuda.is_available():
+    if str(get_device().device).startswith("cuda"):
         major, minor = torch.cuda.get_device_capability()
         return f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}"
     return f"CPU {torch.backends.cpu.get_cpu_capability()}"

@@ -90,14 +90,14 @@ class HiCacheKVStore(HiCacheStorage):  # type: ignore[misc, unused-ignore]
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Fills pages of the host pool; returns which are filled: the leading ones that arrive in time."""
-        filled = [0]
+        filled = 0
         with self._guard("batch_get_v1"):
             namespace, pages = self._open()
             if namespace and pages:
                 began = time.perf_counter()
-                self._load(namespace, pages, _decoded(keys), pages.ids(host_indices, len(keys)), filled)
-                self._note(self._stats.prefetch_pgs, self._stats.prefetch_bandwidth, filled[0], began)
-        return [i < filled[0] for i in range(len(keys))]
+                filled = self._load(namespace, pages, _decoded(keys), pages.ids(host_indices, len(keys)))
+                self._note("prefetch", filled, pages.page_bytes, began)
+        return [i < filled for i in range(len(keys))]
 
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Stores pages of the host pool; returns for each whether all are stored."""
@@ -107,7 +107,7 @@ class HiCacheKVStore(HiCacheStorage):  # type: ignore[misc, unused-ignore]
                 began = time.perf_counter()
                 ids = pages.ids(host_indices, len(keys))
                 stored = self._store(namespace, pages, _decoded(keys), ids, self._parent(extra_info))
-                self._note(self._stats.backup_pgs, self._stats.backup_bandwidth, stored, began)
+                self._note("backup", stored, pages.page_bytes, began)
                 return [stored == len(keys)] * len(keys)
         return [False] * len(keys)
 
@@ -168,28 +168,23 @@ class HiCacheKVStore(HiCacheStorage):  # type: ignore[misc, unused-ignore]
             return self._namespace, pages
 
     def _load(
-        self,
-        namespace: Namespace,
-        pages: HostPages,
-        keys: Sequence[Key],
-        ids: npt.NDArray[np.int64],
-        filled: list[int],
-    ) -> None:
-        """Fills leading pages, and counts them in `filled`.
+        self, namespace: Namespace, pages: HostPages, keys: Sequence[Key], ids: npt.NDArray[np.int64]
+    ) -> int:
+        """Fills leading pages; returns how many.
 
         Asks for a damaged block once more: another tier may have a good copy.
         """
-        left, bad = self._timer(), -1
-        while filled[0] < len(keys):
-            at = filled[0]
-            with namespace.acquire(keys[at:], left()) as lease:
+        left, filled, bad = self._timer(), 0, -1
+        while filled < len(keys):
+            with namespace.acquire(keys[filled:], left()) as lease:
                 granted = len(lease)
-                good = pages.load(lease, ids[at : at + granted]) if granted else 0
-            filled[0] += good
-            if not granted or (good < granted and filled[0] == bad):
-                return
+                good = pages.load(lease, ids[filled : filled + granted]) if granted else 0
+            filled += good
+            if not granted or (good < granted and filled == bad):
+                break
             if good < granted:
-                bad = filled[0]
+                bad = filled
+        return filled
 
     def _store(
         self,
@@ -231,12 +226,13 @@ class HiCacheKVStore(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         # A deadline of 0 would be misuse.
         return lambda: max(0.001, ends - time.monotonic())
 
-    def _note(self, pages: list[int], bandwidth: list[float], count: int, began: float) -> None:
-        """Notes a transfer for SGLang's metrics, if they are on."""
-        if self._config.enable_storage_metrics and count and self._pages:
+    def _note(self, kind: str, pages: int, page_bytes: int, began: float) -> None:
+        """Notes a transfer, "prefetch" or "backup", for SGLang's metrics, if they are on."""
+        if self._config.enable_storage_metrics and pages:
+            bandwidth = pages * page_bytes / _GB / (time.perf_counter() - began)
             with self._lock:
-                pages.append(count)
-                bandwidth.append(count * self._pages.page_bytes / _GB / (time.perf_counter() - began))
+                getattr(self._stats, f"{kind}_pgs").append(pages)
+                getattr(self._stats, f"{kind}_bandwidth").append(bandwidth)
 
 
 def _decoded(keys: Sequence[str]) -> list[Key]:
