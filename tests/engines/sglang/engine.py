@@ -10,6 +10,7 @@ import signal
 import tempfile
 import time
 import traceback
+import uuid
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,6 @@ BASE = {
     "random_seed": 0,
     "sleep_on_idle": True,
 }
-LOGS = Path(tempfile.mkdtemp(prefix="kvstore-sglang-"))
 TEST_FOLDER = "KVSTORE_TEST_FOLDER"
 """The environment variable with the folder of a `backend.Watched`."""
 
@@ -123,7 +123,7 @@ class Engine:
     def __init__(self, model: Path, environment: dict[str, str] | None = None, **options: Any) -> None:
         self.model = model
         self._options = {**BASE, "model_path": str(model), **options}
-        self._log = LOGS / f"{os.getpid()}-{random.randrange(10**9)}.log"
+        self._log = Path(tempfile.gettempdir()) / f"kvstore-sglang-{uuid.uuid4().hex}.log"
         self._environment = {**os.environ, **(environment or {})}
 
     def __enter__(self) -> Engine:
@@ -212,6 +212,7 @@ class Engine:
         except ProcessLookupError:
             self._process.kill()
         self._process.join(10)
+        self._log.unlink(missing_ok=True)
 
 
 def _serve(connection: Connection, log: str, options: dict[str, Any], environment: dict[str, str]) -> None:

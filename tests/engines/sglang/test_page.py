@@ -20,7 +20,7 @@ from pathlib import Path
 from kvstore import Client
 from kvstore.lab.local_daemon import LocalDaemon
 from tests.daemons import eventually
-from tests.engines.sglang.engine import BASE, LOGS
+from tests.engines.sglang.engine import BASE
 from tests.programs import need
 
 PAGE = (Path(__file__).parents[3] / "docs/sglang.md").read_text(encoding="utf-8")
@@ -56,14 +56,13 @@ def serve(words: list[str], log: str) -> None:
 
 
 @contextmanager
-def server(model: Path, daemon: LocalDaemon) -> Iterator[int]:
+def server(model: Path, daemon: LocalDaemon, log: Path) -> Iterator[int]:
     """SGLang's server with the page's flags; yields its port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.engines.sglang.imports"])
-    log = LOGS / f"{port}.log"
     process = context.Process(target=serve, args=(flags(model, daemon.url, port), str(log)))
     process.start()
     try:
@@ -84,13 +83,15 @@ def server(model: Path, daemon: LocalDaemon) -> Iterator[int]:
         process.join(10)
 
 
-def test_the_lines_of_the_page_show_a_hit_after_a_restart(model: Path, daemon: LocalDaemon) -> None:
+def test_the_lines_of_the_page_show_a_hit_after_a_restart(
+    model: Path, daemon: LocalDaemon, tmp_path: Path
+) -> None:
     need("curl")
     [line] = re.findall(r"```\n(curl .*?)```", PAGE, re.DOTALL)
     [told] = re.findall(r'"cached_tokens": (\d+), "cached_tokens_details"', PAGE)
     answers = []
     for _ in range(2):
-        with server(model, daemon) as port:
+        with server(model, daemon, tmp_path / "log") as port:
             words = line.replace("\\\n", "").replace("localhost:30000", f"127.0.0.1:{port}")
             ran = subprocess.run(
                 ["bash", "-c", words], capture_output=True, text=True, timeout=60, check=True
