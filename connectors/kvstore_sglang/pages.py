@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
-from kvstore import Lease, PagedLayer, PagedMemory, Reservation
-from kvstore.errors import ConfigError
+from kvstore import Layout, Lease, PagedLayer, PagedMemory, Reservation
+from kvstore.errors import ConfigError, MisuseError
 
 SERVED_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 """The served values of --hicache-mem-layout."""
@@ -47,6 +47,10 @@ class HostPages:
         self._pages = int(pool.page_num)
         self._memory = PagedMemory(self._layers(pool.kv_buffer), self._pages)
         self.page_bytes = self._memory.page_bytes
+        try:
+            Layout("any", self.page_bytes)
+        except MisuseError as error:
+            raise ConfigError(f"a page is too large for a block: {error}", "a smaller --page-size") from error
 
     def save(self, reservation: Reservation, page_ids: npt.NDArray[np.int64]) -> None:
         """Fills all slots of a reservation from these pages."""

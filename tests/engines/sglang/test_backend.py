@@ -27,10 +27,12 @@ PAGES = 8
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 
 
-def make_pool(layout: str = "page_first", page_tokens: int = 16, dtype: Any = torch.bfloat16) -> Any:
+def make_pool(
+    layout: str = "page_first", page_tokens: int = 16, dtype: Any = torch.bfloat16, count: int = PAGES
+) -> Any:
     """SGLang's host pool with random bytes, without a pool of a device."""
     pool = object.__new__(MHATokenToKVPoolHost)
-    pool.layout, pool.page_size, pool.page_num, pool.size = layout, page_tokens, PAGES, PAGES * page_tokens
+    pool.layout, pool.page_size, pool.page_num, pool.size = layout, page_tokens, count, count * page_tokens
     pool.layer_num, pool.head_num, pool.head_dim, pool.v_head_dim = 3, 2, 8, 8
     pool.dtype, pool.device, pool.pin_memory = dtype, "cpu", False
     pool.allocator, pool._transfer_device = HostTensorAllocator(), torch.device("cpu")
@@ -214,6 +216,8 @@ def test_other_pools_are_refused(backend: Any) -> None:
         pages.HostPages(object.__new__(AsymmetricMHATokenToKVPoolHost))
     with pytest.raises(ConfigError, match="--hicache-mem-layout is page_head"):
         pages.HostPages(make_pool("page_head"))
+    with pytest.raises(ConfigError, match=r"a page is too large for a block: .*a smaller --page-size"):
+        pages.HostPages(make_pool(page_tokens=1 << 19, count=1))
     backend.register_mem_host_pool_v2(make_pool(), "kv")
     for name in ("mamba", "swa", "draft"):
         with pytest.raises(ConfigError, match=f"a host pool {name} beside"):
