@@ -31,11 +31,11 @@ BLOCKS = [
     if not block.reason and block.language in CHECKED and block.language not in SHELL
 ]
 FENCED = [(name, line) for name, text in TEXTS.items() for line in fenced(text)]
-ENGINE = "localhost:8000"
-"""Lines that ask an engine are not run here: tests/engines/vllm has an engine."""
+ENGINES = ("localhost:8000", "localhost:30000")
+"""Lines that ask an engine are not run here: `tests/engines` has engines."""
 RUN: dict[str, str] = {}
 for _name, _line in FENCED:
-    if is_ours(_line) and not _line.startswith("make") and ENGINE not in _line:
+    if is_ours(_line) and not _line.startswith("make") and not any(each in _line for each in ENGINES):
         RUN.setdefault(_line, _name)  # in the order of the first page with the line, whose files it needs
 HANDBOOK = sorted(set(handbook(TEXTS["troubleshooting.md"])) - set(RUN))
 

@@ -72,6 +72,31 @@ def test_the_vllm_page_has_every_option_with_its_default() -> None:
         assert default in ('""', "0") or rows[name] == f"`{default}`", name
 
 
+def test_the_sglang_page_has_every_option_with_its_default_and_every_layout() -> None:
+    source = (CONNECTORS / "kvstore_sglang/settings.py").read_text(encoding="utf-8")
+    body = source.partition("class BackendSettings:")[2].partition("@classmethod")[0]
+    options = dict(re.findall(r"^    ([a-z_]+): (?:str|float) = (.*)$", body, re.MULTILINE))
+    assert {"url", "token", "deadline_s", "weights_revision", "model"} == set(options)
+    table = page("sglang").partition("The connector's own keys")[2].partition("\n\nAn unknown")[0]
+    rows = dict(re.findall(r"^\| `([a-z_]+)` \| (.*?) \|", table, re.MULTILINE))
+    assert set(rows) == set(options)
+    assert rows["deadline_s"] == f"`{options['deadline_s']}`"
+    pages = (CONNECTORS / "kvstore_sglang/pages.py").read_text(encoding="utf-8")
+    layouts = pages.partition("SERVED_LAYOUTS = (")[2].partition(")")[0]
+    for layout in re.findall(r'"(\w+)"', layouts):
+        assert f"`{layout}`" in page("sglang") or f"layout {layout}`" in page("sglang"), layout
+
+
+def test_every_model_that_sglang_serves_is_tested_and_on_the_page() -> None:
+    source = (CONNECTORS / "kvstore_sglang/settings.py").read_text(encoding="utf-8")
+    listed = source.partition("SERVED_ARCHITECTURES = (")[2].partition(")")[0]
+    served = set(re.findall(r'"(\w+)ForCausalLM"', listed))
+    shapes = (ROOT / "tests/engines/sglang/shapes.py").read_text(encoding="utf-8")
+    assert served == set(re.findall(r'Shape\(\s*"(\w+)"', shapes))
+    for family in sorted(served):
+        assert NAMES.get(family, family) in page("sglang"), family
+
+
 def test_the_vllm_page_has_every_metric_and_every_name_in_the_log() -> None:
     source = (CONNECTORS / "kvstore_vllm/metrics.py").read_text(encoding="utf-8")
     section = page("vllm").partition("## Counters")[2].partition("\n## ")[0]
@@ -92,6 +117,17 @@ REFUSALS = {
         "nothing is loaded or stored: ",
         "the engine's prefix caching is off",
         "was changed in place after its first use",
+    ],
+    "sglang": [
+        "has sliding windows",
+        "has latent attention",
+        "no test covers the model",
+        "takes more than text",
+        "does not generate text",
+        "was changed after the engine started",
+        "nothing is loaded or stored from now on",
+        "--hicache-mem-layout is page_head",
+        "--attn-cp-size is 2",
     ],
     "lmcache": ["nothing names its weights"],
     "transformers": [
@@ -124,7 +160,7 @@ NAMES = {
     "DeepseekV2": "DeepSeek", "DeepseekV3": "DeepSeek", "Glm4Moe": "GLM-4.5", "GraniteMoeHybrid": "Granite 4",
     "GptOss": "gpt-oss", "GPTNeoX": "GPT-NeoX", "GPTNeo": "GPT-Neo", "GPT2": "GPT-2",
     "Qwen3Moe": "Qwen3-MoE", "Qwen3Next": "Qwen3-Next", "Phi3": "Phi-3", "Gemma2": "Gemma 2",
-    "Gemma3": "Gemma 3", "Gemma3n": "Gemma 3n", "Gemma4": "Gemma 4",
+    "Gemma3": "Gemma 3", "Olmo2": "OLMo 2", "Gemma3n": "Gemma 3n", "Gemma4": "Gemma 4",
     "Llama4": "Llama 4", "Lfm2": "LFM2", "Lfm2Moe": "LFM2-MoE",
     "Starcoder2": "StarCoder2", "Rwkv": "RWKV", "Mpt": "MPT", "Bart": "BART",
     "BertLMHeadModel": "encoders with a language head", "Bert": "BERT",

@@ -27,7 +27,7 @@ ENGINES = sorted(file.parent.name for file in HERE.glob("*/requirements.txt"))
 NONE_SELECTED = 5
 _SIDE_BY_SIDE = ["--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder"]
 """By default, files with few tests come last, which are the longest: one process would wait for the other."""
-RUNS = {"vllm": ([*_SIDE_BY_SIDE, "-m", "not alone"], ["-m", "alone"])}
+RUNS = {"sglang": (_SIDE_BY_SIDE,), "vllm": ([*_SIDE_BY_SIDE, "-m", "not alone"], ["-m", "alone"])}
 """Options of each run of pytest for an engine. Starting an engine, as tests of vLLM do, takes one core."""
 
 
@@ -74,9 +74,13 @@ def _only_one(path: Path) -> Iterator[None]:
         yield
 
 
-def environment() -> dict[str, str]:
-    """Environment variables for an engine's interpreter: kvstore and its connectors come from this clone."""
-    return {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'connectors'}", "PYTHONNOUSERSITE": "1"}
+def environment(engine: str = "") -> dict[str, str]:
+    """Environment variables for an engine's interpreter: kvstore and its connectors come from this clone.
+
+    So do stubs of packages that the engine imports and its environment lacks, if there are some.
+    """
+    folders = [ROOT, ROOT / "connectors", *HERE.glob(f"{engine or '-'}/stubs")]
+    return {**os.environ, "PYTHONPATH": ":".join(map(str, folders)), "PYTHONNOUSERSITE": "1"}
 
 
 def _say(what: str) -> None:
@@ -117,7 +121,7 @@ def _test(engine: str, more: list[str], quiet: bool = False) -> int:
     for run in RUNS.get(engine, ([],)):
         command = [interpreter(engine), "-m", "pytest", *options, *run, HERE / engine, *more]
         into = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if quiet else {}
-        ran = subprocess.run(command, cwd=ROOT, env=environment(), check=False, text=True, **into)
+        ran = subprocess.run(command, cwd=ROOT, env=environment(engine), check=False, text=True, **into)
         if quiet:
             print(f"{engine}:\n{ran.stdout}", flush=True)
         ended.append(ran.returncode)

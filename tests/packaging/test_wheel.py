@@ -63,8 +63,8 @@ def test_the_wheel_has_every_file_of_the_packages_and_nothing_else(dist: Path) -
         licenses = wheel.read(f"{NAME}.dist-info/licenses/LICENSE").decode()
         metadata = Parser().parsestr(wheel.read(f"{NAME}.dist-info/METADATA").decode())
     assert files == modules(ROOT) | {EXTENSION}
-    packages = "kvstore", "kvstore_vllm", "kvstore_transformers", "kvstore_lmcache"
-    typed = {f"{package}/py.typed" for package in packages}
+    connectors = ("kvstore_lmcache", "kvstore_sglang", "kvstore_transformers", "kvstore_vllm")
+    typed = {f"{package}/py.typed" for package in ("kvstore", *connectors)}
     assert files >= typed | {
         "kvstore/admin/page/index.html",
         "kvstore/cuda/kernels.cu",

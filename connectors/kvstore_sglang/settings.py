@@ -1,0 +1,125 @@
+"""Reads the extra config of the backend, and refuses engines that are not served, with a ConfigError."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from sglang.srt.runtime_context import (
+    get_device,
+    get_disagg,
+    get_exec,
+    get_lora,
+    get_memory,
+    get_model,
+    get_parallel,
+    get_spec,
+    process_model_config,
+)
+
+from kvstore.errors import ConfigError
+
+FLAG = "--hicache-storage-backend-extra-config"
+_OF_SGLANG = ("backend_name", "module_path", "class_name", "interface_v1", "file_storage_path")
+"""Keys that SGLang reads and leaves in the extra config."""
+
+MOST_DEADLINE_S = 10.0
+"""SGLang waits this long for its storage threads when it resets its cache."""
+
+SERVED_ARCHITECTURES = (
+    "GemmaForCausalLM", "GraniteForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "Olmo2ForCausalLM",
+    "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
+)  # fmt: skip
+"""The served models, by the name of their class: those that a test covers."""
+SERVED_DEVICES = ("cpu", "cuda")
+SERVED_DTYPES = ("torch.bfloat16", "torch.float16", "torch.float32")
+
+
+@dataclass(frozen=True, slots=True)
+class BackendSettings:
+    """The options of the backend.
+
+    `url`: the daemon; empty: KVSTORE_SOCKET or the default path. `token`: of the engine's tenant; empty:
+    KVSTORE_TOKEN. `deadline_s`: bounds every call. `weights_revision`: names the weights instead of their
+    files or commit. `model`: names the model instead of its path or class.
+    """
+
+    url: str = ""
+    token: str = field(default="", repr=False)
+    deadline_s: float = 1.0
+    weights_revision: str = ""
+    model: str = ""
+
+    @classmethod
+    def of(cls, extra: dict[str, Any]) -> BackendSettings:
+        """Parses the extra config. Raises ConfigError."""
+        known = {each.name: each for each in fields(cls)}
+        given = {name: value for name, value in extra.items() if name not in _OF_SGLANG}
+        for name, value in given.items():
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+                raise ConfigError(f"{FLAG}: unknown key {name!r}", hint)
+            kind = type(known[name].default)
+            if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
+                shown = f"of type {type(value).__name__}" if name == "token" else repr(value)
+                raise ConfigError(f"{FLAG}: {name} is {shown}", f"a {kind.__name__}")
+        settings = cls(**given)
+        if not 0 < settings.deadline_s < MOST_DEADLINE_S:
+            raise ConfigError(
+                f"{FLAG}: deadline_s is {settings.deadline_s}",
+                f"seconds, more than 0 and less than {MOST_DEADLINE_S:g}",
+            )
+        if not extra.get("interface_v1"):
+            raise ConfigError(f"{FLAG}: interface_v1 is not set", 'add "interface_v1": 1')
+        return settings
+
+
+def check_engine(config: Any) -> None:
+    """Raises ConfigError for an engine that is not served. `config`: its HiCacheStorageConfig."""
+    for what, hint in (*_refusals_of_model(config), *_refusals_of_options(config)):
+        raise ConfigError(what, hint)
+
+
+def _refusals_of_model(config: Any) -> Iterator[tuple[str, str]]:
+    """Yields why a model is not served."""
+    model = process_model_config()
+    without = "leave out --hicache-storage-backend"
+    [architecture] = model.hf_config.architectures[:1] or ["unknown"]
+    if config.is_mla_model:
+        yield f"the model {architecture} has latent attention", f"no test covers it: {without}"
+    if model.is_hybrid_swa or model.sliding_window_size:
+        yield f"the model {architecture} has sliding windows", f"no test covers it: {without}"
+    if model.is_multimodal:
+        yield f"the model {architecture} takes more than text", f"no test covers it: {without}"
+    if architecture not in SERVED_ARCHITECTURES:
+        served = ", ".join(SERVED_ARCHITECTURES)
+        yield f"no test covers the model {architecture}", f"served are {served}: {without}"
+    if not model.is_generation:
+        yield f"the model {architecture} does not generate text", without
+    if str(model.dtype) not in SERVED_DTYPES:
+        yield f"--dtype is {model.dtype}", f"served are {', '.join(SERVED_DTYPES)}"
+
+
+def _refusals_of_options(config: Any) -> Iterator[tuple[str, str]]:
+    """Yields which options of the engine are not served."""
+    hint = "no test covers it: leave it out, or leave out --hicache-storage-backend"
+    served = {
+        "--enable-dp-attention": (bool(get_parallel().enable_dp_attention), (False,)),
+        "--attn-cp-size": (config.attn_cp_size, (1,)),
+        "--dcp-size": (config.dcp_size, (1,)),
+        "--device": (str(get_device().device).partition(":")[0], SERVED_DEVICES),
+        "--quantization": (get_model().quantization, (None,)),
+        "--kv-cache-dtype": (get_model().kv_cache_dtype, ("auto",)),
+        "--model-impl": (str(get_model().model_impl), ("auto", "sglang")),
+        "--speculative-algorithm": (get_spec().speculative_algorithm, (None,)),
+        "--enable-lora": (bool(get_lora().enable_lora), (False,)),
+        "--disaggregation-mode": (get_disagg().disaggregation_mode, ("null",)),
+        "--hicache-host-memory-mode": (get_memory().hicache_host_memory_mode, ("cache",)),
+        "--enable-memory-saver": (bool(get_exec().features.enable_memory_saver), (False,)),
+    }
+    for name, (value, values) in served.items():
+        if value not in values:
+            yield f"{name} is {value}", hint

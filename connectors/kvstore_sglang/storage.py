@@ -1,0 +1,240 @@
+"""`HiCacheKVStore`: SGLang asks it for prefixes and gives it pages to fill and to store.
+
+SGLang calls it from its own threads: one asks which pages are stored, one loads, one stores. No call delays a
+step of the engine. Refusals are raised while the engine starts; afterwards, every failure is a miss.
+
+Not covered: pools beside that of full attention (sliding windows, states, drafts), which are refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName
+from sglang.srt.observability.metrics_collector import StorageMetrics
+
+from kvstore import Client, ExceptionBarrier, Key, Namespace, Put, Reservation
+from kvstore.errors import ConfigError
+from kvstore_sglang.identity import layout_of, model_name
+from kvstore_sglang.pages import HostPages
+from kvstore_sglang.settings import BackendSettings, check_engine
+from kvstore_sglang.weights import Naming, changed, watch_updates
+
+logger = logging.getLogger("sglang.kvstore")
+
+_GB = 1e9
+
+
+class HiCacheKVStore(HiCacheStorage):  # type: ignore[misc, unused-ignore]
+    """A HiCache storage backend whose pages are blocks of a kvstore daemon.
+
+    The constructor raises ConfigError for unknown options, and for engines that are not served. It needs no
+    daemon. `failures` counts internal failures by hook.
+    """
+
+    def __init__(self, storage_config: Any, kwargs: dict[str, Any] | None = None) -> None:
+        settings = BackendSettings.of(storage_config.extra_config or {})
+        check_engine(storage_config)
+        watch_updates()
+        self._config = storage_config
+        self._settings = settings
+        self._naming = Naming(settings.weights_revision)
+        # A revision may name the weights of several models, so the path counts.
+        self._model = settings.model or model_name(self._naming.by_content)
+        self._client = Client(settings.url or None, settings.token or None, settings.deadline_s)
+        self._guard = ExceptionBarrier(logger)
+        self.failures = self._guard.failures
+        self._lock = threading.Lock()
+        self._pages: HostPages | None = None
+        self._namespace: Namespace | None = None
+        self._stats = StorageMetrics()
+        self._has_told_of_prefixes = False
+
+    # -- set-up, on the scheduler's thread
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Takes the host pool of full attention. Raises ConfigError if it is not served."""
+        super().register_mem_pool_host(mem_pool_host)
+        pages = HostPages(mem_pool_host)
+        with self._lock:
+            self._pages, self._namespace = pages, None
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """Refuses pools beside that of full attention, with ConfigError."""
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        if host_pool_name != PoolName.KV:
+            raise ConfigError(
+                f"the model has a host pool {host_pool_name!s} beside its keys and values",
+                "models with full attention alone are served: leave out --hicache-storage-backend",
+            )
+
+    def close(self) -> None:
+        """Closes all connections; later calls miss."""
+        with self._guard("close"):
+            self._client.close()
+
+    # -- calls of the storage threads
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        """Returns how many leading pages are stored."""
+        with self._guard("batch_exists"):
+            namespace, _ = self._open()
+            return namespace.lookup(_decoded(keys)) if namespace else 0
+        return 0
+
+    def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        """Fills pages of the host pool; returns which are filled: the leading ones that arrive in time."""
+        filled = 0
+        with self._guard("batch_get_v1"):
+            namespace, pages = self._open()
+            if namespace and pages:
+                began = time.perf_counter()
+                filled = self._load(namespace, pages, _decoded(keys), pages.ids(host_indices, len(keys)))
+                self._note("prefetch", filled, pages.page_bytes, began)
+        return [i < filled for i in range(len(keys))]
+
+    def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        """Stores pages of the host pool; returns for each whether all are stored."""
+        with self._guard("batch_set_v1"):
+            namespace, pages = self._open()
+            if namespace and pages:
+                began = time.perf_counter()
+                ids = pages.ids(host_indices, len(keys))
+                stored = self._store(namespace, pages, _decoded(keys), ids, self._parent(extra_info))
+                self._note("backup", stored, pages.page_bytes, began)
+                return [stored == len(keys)] * len(keys)
+        return [False] * len(keys)
+
+    def exists(self, key: str) -> bool:
+        """Returns whether a page is stored."""
+        with self._guard("exists"):
+            namespace, _ = self._open()
+            return bool(namespace and namespace.contains(_decoded([key]))[0])
+        return False
+
+    # -- calls of the scheduler's thread
+
+    def clear(self) -> None:
+        """Deletes the stored pages of this engine's model and tenant. Needs the role admin."""
+        with self._guard("clear"):
+            namespace, _ = self._open()
+            if namespace:
+                logger.info("deleted %d blocks of %s", namespace.invalidate(), self._model)
+
+    def get_stats(self) -> StorageMetrics:
+        """Returns pages and GB/s of each transfer since the last call, for SGLang's metrics."""
+        with self._lock:
+            stats, self._stats = self._stats, StorageMetrics()
+        return stats
+
+    # -- calls of the interface without host indices, which SGLang makes only without `interface_v1`
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
+        """Misses: `batch_get_v1` loads."""
+
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[None]:
+        """Misses: `batch_get_v1` loads."""
+        return [None] * len(keys)
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        """Stores nothing: `batch_set_v1` does."""
+        return False
+
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """Stores nothing: `batch_set_v1` does."""
+        return False
+
+    # -- within
+
+    def _open(self) -> tuple[Namespace | None, HostPages | None]:
+        """Returns the namespace and the pages; no namespace while the weights have no name."""
+        if changed.is_set():
+            return None, None
+        with self._lock:
+            pages = self._pages
+            if self._namespace is None and pages is not None and (revision := self._naming.revision()):
+                layout = layout_of(self._config, pages, self._model, revision)
+                self._namespace = self._client.namespace(layout)
+            return self._namespace, pages
+
+    def _load(
+        self, namespace: Namespace, pages: HostPages, keys: Sequence[Key], ids: npt.NDArray[np.int64]
+    ) -> int:
+        """Fills leading pages; returns how many.
+
+        Asks for a damaged block once more: another tier may have a good copy.
+        """
+        left, filled, bad = self._timer(), 0, -1
+        while filled < len(keys):
+            with namespace.acquire(keys[filled:], left()) as lease:
+                granted = len(lease)
+                good = pages.load(lease, ids[filled : filled + granted]) if granted else 0
+            filled += good
+            if not granted or (good < granted and filled == bad):
+                break
+            if good < granted:
+                bad = filled
+        return filled
+
+    def _store(
+        self,
+        namespace: Namespace,
+        pages: HostPages,
+        keys: Sequence[Key],
+        ids: npt.NDArray[np.int64],
+        parent: Key | None,
+    ) -> int:
+        """Stores pages that are not stored yet; returns how many are stored then."""
+
+        def fill(reservation: Reservation) -> bool:
+            pages.save(reservation, ids[reservation.wanted])
+            return True
+
+        left = self._timer()
+        [result] = self._client.put([Put(namespace, keys, fill, parent)], left())
+        if result.denied == len(keys) and parent is not None and not namespace.contains([parent], left())[0]:
+            # The daemon has lost the prefix, which the engine still has: it will ask for what follows alone.
+            [result] = self._client.put([Put(namespace, keys, fill)], left())
+        if result.denied:
+            logger.debug("%d of %d pages are not stored: %s", result.denied, len(keys), result.why)
+        return result.stored + result.present
+
+    def _parent(self, extra_info: Any) -> Key | None:
+        """Returns the key of the page before those of a call; None if there is none, or it is unknown."""
+        prefix = None if extra_info is None else extra_info.prefix_keys
+        if prefix is None and not self._has_told_of_prefixes:
+            self._has_told_of_prefixes = True
+            logger.warning(
+                "blocks are stored without their prefixes, so the daemon evicts them one by one: add "
+                '"hicache_storage_pass_prefix_keys": true to --hicache-storage-backend-extra-config'
+            )
+        return bytes.fromhex(prefix[-1]) if prefix else None
+
+    def _timer(self) -> Callable[[], float]:
+        """Returns a function that returns the seconds until the deadline of a call that begins now."""
+        ends = time.monotonic() + self._settings.deadline_s
+        # A deadline of 0 would be misuse.
+        return lambda: max(0.001, ends - time.monotonic())
+
+    def _note(self, kind: str, pages: int, page_bytes: int, began: float) -> None:
+        """Notes a transfer, "prefetch" or "backup", for SGLang's metrics, if they are on."""
+        if self._config.enable_storage_metrics and pages:
+            bandwidth = pages * page_bytes / _GB / (time.perf_counter() - began)
+            with self._lock:
+                getattr(self._stats, f"{kind}_pgs").append(pages)
+                getattr(self._stats, f"{kind}_bandwidth").append(bandwidth)
+
+
+def _decoded(keys: Sequence[str]) -> list[Key]:
+    """Returns SGLang's hashes, hexadecimal digits, as keys."""
+    return [bytes.fromhex(key) for key in keys]

@@ -1,0 +1,25 @@
+"""The connector's modules and SGLang's pool, for tests without an engine."""
+
+from __future__ import annotations
+
+import warnings
+
+with warnings.catch_warnings():
+    # SGLang says at import what it does not do on a CPU.
+    warnings.simplefilter("ignore")
+    from sglang.srt.mem_cache.pool_host.common import HostTensorAllocator
+    from sglang.srt.mem_cache.pool_host.mha import AsymmetricMHATokenToKVPoolHost, MHATokenToKVPoolHost
+
+    from kvstore_sglang import HiCacheKVStore, identity, pages, settings, storage, weights
+
+__all__ = [
+    "AsymmetricMHATokenToKVPoolHost",
+    "HiCacheKVStore",
+    "HostTensorAllocator",
+    "MHATokenToKVPoolHost",
+    "identity",
+    "pages",
+    "settings",
+    "storage",
+    "weights",
+]

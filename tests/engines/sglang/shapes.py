@@ -1,0 +1,48 @@
+"""Model shapes that are served."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.engines.sglang.models import make_model
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A family, as transformers names its classes, with changes of its configuration."""
+
+    family: str
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def save(self, folder: Path) -> Path:
+        return make_model(folder, self.family, **self.config)
+
+
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+}
+SHAPES = {
+    "llama, grouped queries": Shape("Llama"),
+    "llama, a key for each query": Shape("Llama", {"num_key_value_heads": 4}),
+    "llama, one key": Shape("Llama", {"num_key_value_heads": 1}),
+    "llama, scaled rope": Shape(
+        "Llama",
+        {"rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 512,
+        }},
+    ),
+    "mistral": Shape("Mistral", {"sliding_window": None}),
+    "qwen2": Shape("Qwen2"),
+    "qwen3": Shape("Qwen3"),
+    "qwen3 moe": Shape("Qwen3Moe", EXPERTS),
+    "gemma": Shape("Gemma"),
+    "granite": Shape("Granite"),
+    "olmo2": Shape("Olmo2"),
+    "phi3": Shape("Phi3", {"pad_token_id": 0, "sliding_window": None}),
+}  # fmt: skip

@@ -1,0 +1,75 @@
+"""A plug-in of SGLang for tests: copies between the device's KV and the host pool, on a CPU.
+
+SGLang has kernels of `sgl_kernel` for them, which need a GPU. Here, both are memory of the host. Every other
+part of HiCache is SGLang's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+Tensors = list[torch.Tensor]
+
+
+def install() -> None:
+    """Gives SGLang the copies, and host pools that are not pinned. Called in each of its processes."""
+    from sglang.srt.mem_cache.pool_host import mha  # noqa: PLC0415 - SGLang imports plug-ins first
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415
+
+    for copy in (
+        transfer_kv_direct,
+        transfer_kv_all_layer_direct_lf_pf,
+        transfer_kv_per_layer_direct_pf_lf,
+    ):
+        setattr(mha, copy.__name__, copy)
+    pool = f"{mha.__name__}.{mha.MHATokenToKVPoolHost.__name__}"
+    HookRegistry.register(f"{pool}.__init__", _not_pinned, HookType.BEFORE)
+
+
+def _not_pinned(*arguments: Any, **options: Any) -> tuple[Any, Any]:
+    return arguments, options | {"pin_memory": False}
+
+
+def transfer_kv_direct(
+    src_layers: Tensors, dst_layers: Tensors, src_indices: torch.Tensor, dst_indices: torch.Tensor, **_: Any
+) -> None:
+    """Copies tokens of layers of one form."""
+    for source, target in zip(src_layers, dst_layers, strict=True):
+        target[dst_indices.long()] = source[src_indices.long()]
+
+
+def transfer_kv_all_layer_direct_lf_pf(
+    src_ptrs: Tensors,
+    dst_ptrs: Tensors,
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    page_size: int,
+) -> None:
+    """Copies tokens of all layers, keys and then values, to pages that have all layers."""
+    layers = len(src_ptrs) // len(dst_ptrs)
+    for n, source in enumerate(src_ptrs):
+        target = dst_ptrs[n // layers]
+        for first, page in _pages(src_indices, dst_indices, page_size):
+            target[page // page_size, n % layers].copy_(source[first : first + page_size])
+
+
+def transfer_kv_per_layer_direct_pf_lf(
+    src_ptrs: Tensors,
+    dst_ptrs: Tensors,
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    layer_id: int,
+    page_size: int,
+) -> None:
+    """Copies one layer of pages that have all layers, keys and values."""
+    for source, target in zip(src_ptrs, dst_ptrs, strict=True):
+        for page, first in _pages(src_indices, dst_indices, page_size):
+            target[first : first + page_size].copy_(source[page // page_size, layer_id])
+
+
+def _pages(one: torch.Tensor, other: torch.Tensor, page_size: int) -> list[tuple[int, int]]:
+    """Returns the first token of each page, in both places."""
+    firsts = (indices.view(-1, page_size)[:, 0].tolist() for indices in (one, other))
+    return list(zip(*firsts, strict=True))
