@@ -6,6 +6,7 @@ An object is one block, or several of one size if it is larger than `MOST_BLOCK_
 from __future__ import annotations
 
 import logging
+import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ logger = logging.getLogger("lmcache.kvstore")
 
 MOST_BLOCK_BYTES = 16 << 20
 _MOST_PARTS = 4096
-_KEY_BYTES = 32
+_KEY_HEAD = struct.Struct("<QII")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +77,10 @@ def layout_of(model: str, revision: str, form: Form) -> Layout:
 
 def keys_of(key: Any, parts: int) -> list[bytes]:
     """Returns the keys of the blocks of an object, by LMCache's ObjectKey."""
-    fields = key.chunk_hash, key.kv_rank, key.object_group_id, key.cache_salt
-    digest = blake3(repr(fields).encode()).digest(length=_KEY_BYTES)
+    head = _KEY_HEAD.pack(key.kv_rank, key.object_group_id, len(key.chunk_hash))
+    digest = blake3(head + key.chunk_hash + key.cache_salt.encode()).digest()
+    if parts == 1:
+        return [digest]
     return [digest, *(blake3(digest + n.to_bytes(4, "little")).digest() for n in range(1, parts))]
 
 
