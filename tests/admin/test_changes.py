@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -373,16 +375,24 @@ def test_a_prefix_is_loaded_and_its_transfers_are_shown(admin: ServedAdmin, clie
     assert "of 1 and of 2 bytes" in problem(mixed, 409)["detail"]
     for wrong in ([], ["0"], ["zz"], [chain[0]] * 513):
         problem(change(admin, "POST", f"{path}/prefetch", {"keys": wrong}), 422)
-    # While its device is fenced, nothing is on its way; what comes down later is seen there.
-    seen: list[dict[str, Any]] = []
-    more = client.namespace(new_layout())
-    for n in range(40):
-        some = names(100, f"moving {n}")
-        more.put(some, payloads(some))
-        seen += admin.get("/v1/transfers?limit=1000").json["transfers"]
-        if seen:
-            break
-    assert seen
+    # While its device is fenced, nothing is on its way; what comes down later is seen there. A write may end
+    # before the question, so others follow until one is seen.
+    more, is_seen = client.namespace(new_layout()), threading.Event()
+
+    def put_more() -> None:
+        for n in itertools.count():
+            if is_seen.is_set():
+                return
+            some = names(100, f"moving {n}")
+            more.put(some, payloads(some))
+
+    putting = threading.Thread(target=put_more)
+    putting.start()
+    try:
+        seen = eventually(lambda: admin.get("/v1/transfers?limit=1000").json["transfers"])
+    finally:
+        is_seen.set()
+        putting.join()
     assert {(t["source"], t["target"], t["class"]) for t in seen} == {("dram", "nvme", "write_back")}
     assert all(t["blocks"] and t["bytes"] and t["state"] in ("queued", "moving") for t in seen)
     assert {t["tenant"] for t in seen} == {"default"}
