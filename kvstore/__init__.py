@@ -13,8 +13,9 @@ from kvstore.cuda.array_interop import wrap as on_device
 from kvstore.cuda.device import DeviceBuffer
 from kvstore.cuda.device_ids import why_not as why_no_gpu
 from kvstore.fp8 import Fp8
+from kvstore.options import parse_options
 from kvstore.types import Key, Layout, Tier, chain_keys
-from kvstore.weights.digest import FilesDigest, files_digest, newest_file
+from kvstore.weights.digest import FilesDigest, files_digest, newest_file, process_started_ns
 
 # Earlier names of these classes. Callers may still import them.
 Guard, Room, DeviceRoom = ExceptionBarrier, Reservation, DeviceReservation
@@ -46,5 +47,7 @@ __all__ = [
     "files_digest",
     "newest_file",
     "on_device",
+    "parse_options",
+    "process_started_ns",
     "why_no_gpu",
 ]

@@ -20,7 +20,7 @@ from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 
 from kvstore import Client, ExceptionBarrier, Namespace
-from kvstore_lmcache.naming import Form, Revisions, form_of, keys_of, layout_of, logger
+from kvstore_lmcache.naming import Form, form_of, keys_of, layout_of, logger
 from kvstore_lmcache.options import AdapterOptions
 from kvstore_lmcache.tasks import Tasks
 
@@ -49,12 +49,12 @@ class KVStoreAdapter(L2AdapterInterface):
         options = AdapterOptions.of(params)
         self._deadline_s = options.deadline_s
         self._client = Client(options.url or None, deadline_s=options.deadline_s)
-        self._revisions = Revisions(options)
+        self._revision = options.revision
         self._guard = ExceptionBarrier(logger)
         self._lock = threading.Lock()
         self._forms: dict[tuple[str, int], set[Form]] = {}
-        self._namespaces: dict[tuple[str, str, Form], Namespace] = {}
-        self._encoded = 0
+        self._namespaces: dict[tuple[str, Form], Namespace] = {}
+        self._has_told_of_encoded = False
         self._stores: Tasks[L2StoreResult] = Tasks("store", options.num_workers)
         self._lookups: Tasks[Bitmap] = Tasks("lookup", 1)
         self._loads: Tasks[Bitmap] = Tasks("load", options.num_workers)
@@ -97,9 +97,10 @@ class KVStoreAdapter(L2AdapterInterface):
         with self._guard("delete"):
             gone, sizes = [], []
             for batch in self._batches(keys, [self._seen(key) for key in keys]):
-                if batch.namespace.invalidate(batch.keys):
-                    gone += [keys[i] for i in batch.which]
-                    sizes += [batch.form.nbytes] * len(batch.which)
+                there = batch.whole(batch.namespace.contains(batch.keys).tolist())
+                batch.namespace.invalidate(batch.keys)
+                gone += [keys[i] for i in there]
+                sizes += [batch.form.nbytes] * len(there)
             self._notify_keys_deleted(gone, sizes)
 
     def report_status(self) -> dict[str, Any]:
@@ -125,24 +126,24 @@ class KVStoreAdapter(L2AdapterInterface):
             forms = [form_of(thing) for thing in objects]
             if None in forms:
                 self._warn_encoded(objects[forms.index(None)])
-            named = 0
             for batch in self._batches(keys, [{form} if form else set() for form in forms]):
                 views = [view for i in batch.which for view in _views(objects[i], batch.form)]
                 put = batch.namespace.put(batch.keys, views, deadline_s=_left(ends))
-                stored &= not put.denied
-                if not put.denied:
-                    size = batch.form.nbytes
-                    nbytes += size * len(batch.which)
-                    self._see([keys[i] for i in batch.which], batch.form)
-                    self._notify_keys_stored([keys[i] for i in batch.which], [size] * len(batch.which))
-                named += len(batch.which)
-            return L2StoreResult(stored and named == len(keys), nbytes)
+                if put.denied:
+                    stored = False
+                    continue
+                nbytes += batch.form.nbytes * len(batch.which)
+                self._notify_keys_stored(
+                    [keys[i] for i in batch.which], [batch.form.nbytes] * len(batch.which)
+                )
+            return L2StoreResult(stored and None not in forms, nbytes)
         return L2StoreResult(False, 0)
 
     def _look_up(self, keys: list[Any], descs: dict[int, Any]) -> Bitmap:
         ends, found = time.monotonic() + self._deadline_s, Bitmap(len(keys))
         with self._guard("lookup"):
-            told = {group: Form.of(desc.shapes, desc.dtypes) for group, desc in descs.items() if desc.shapes}
+            told = {group: Form.of(desc.shapes, desc.dtypes) for group, desc in descs.items()}
+            told = {group: form for group, form in told.items() if form.parts}
             forms = [
                 {told[key.object_group_id]} if key.object_group_id in told else self._seen(key)
                 for key in keys
@@ -180,40 +181,35 @@ class KVStoreAdapter(L2AdapterInterface):
     # -- within
 
     def _batches(self, keys: Sequence[Any], forms: Sequence[set[Form]]) -> Iterator[_Batch]:
-        """Yields objects by namespace, in each of their possible forms. Leaves out unnamed models."""
+        """Yields objects by namespace, in each of their possible forms."""
         batches: dict[tuple[str, Form], _Batch] = {}
         for i, (key, some) in enumerate(zip(keys, forms, strict=True)):
             for form in some:
-                batch = batches.get((key.model_name, form))
-                if batch is None:
-                    revision = self._revisions.of(key.model_name)
-                    if not revision or not form.parts:
-                        continue
-                    space = self._namespace(key.model_name, revision, form)
+                if (batch := batches.get((key.model_name, form))) is None:
+                    space = self._namespace(key.model_name, form)
                     batch = batches[key.model_name, form] = _Batch(space, form)
                 batch.which.append(i)
                 batch.keys += keys_of(key, form.parts)
+        with self._lock:
+            for (model, form), batch in batches.items():
+                for group in {keys[i].object_group_id for i in batch.which}:
+                    self._forms.setdefault((model, group), set()).add(form)
         yield from batches.values()
 
-    def _namespace(self, model: str, revision: str, form: Form) -> Namespace:
-        name = model, revision, form
-        if name not in self._namespaces:
-            self._namespaces[name] = self._client.namespace(layout_of(model, revision, form))
-        return self._namespaces[name]
+    def _namespace(self, model: str, form: Form) -> Namespace:
+        if (model, form) not in self._namespaces:
+            layout = layout_of(model, self._revision, form)
+            self._namespaces[model, form] = self._client.namespace(layout)
+        return self._namespaces[model, form]
 
     def _seen(self, key: Any) -> set[Form]:
-        """Returns the forms of the objects that this process has stored of a model and group."""
+        """Returns the forms in which this process was given, or asked for, objects of a model and group."""
         with self._lock:
             return set(self._forms.get((key.model_name, key.object_group_id), ()))
 
-    def _see(self, keys: Sequence[Any], form: Form) -> None:
-        with self._lock:
-            for place in {(key.model_name, key.object_group_id) for key in keys}:
-                self._forms.setdefault(place, set()).add(form)
-
     def _warn_encoded(self, thing: Any) -> None:
-        self._encoded += 1
-        if self._encoded == 1:
+        if not self._has_told_of_encoded:
+            self._has_told_of_encoded = True
             logger.warning(
                 "objects of %d bytes are not stored: a serializer has encoded them (leave out serde)",
                 thing.get_size(),

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import logging
 import struct
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import lmcache
 from blake3 import blake3
 
-from kvstore import Layout, files_digest
-from kvstore_lmcache.options import AdapterOptions
+from kvstore import Layout
 
 logger = logging.getLogger("lmcache.kvstore")
 
@@ -82,40 +79,3 @@ def keys_of(key: Any, parts: int) -> list[bytes]:
     if parts == 1:
         return [digest]
     return [digest, *(blake3(digest + n.to_bytes(4, "little")).digest() for n in range(1, parts))]
-
-
-class Revisions:
-    """Names the weights of models. LMCache knows them by the name of the model alone."""
-
-    def __init__(self, options: AdapterOptions) -> None:
-        self._options = options
-        self._lock = threading.Lock()
-        self._known: dict[str, str] = {}
-
-    def of(self, model: str) -> str:
-        """Returns the name of a model's weights; empty while nothing names them. Never waits."""
-        if given := self._options.revision_of(model):
-            return given
-        with self._lock:
-            if model not in self._known:
-                self._known[model] = ""
-                if Path(model).is_dir():
-                    threading.Thread(
-                        target=self._read, args=(model,), name="kvstore-weights", daemon=True
-                    ).start()
-                else:
-                    logger.warning(
-                        "nothing is cached for %s: nothing names its weights (%s)",
-                        model,
-                        "set revision in adapter_params",
-                    )
-            return self._known[model]
-
-    def _read(self, model: str) -> None:
-        try:
-            digest = files_digest(model, logger, background=True).hexdigest
-        except Exception as error:
-            logger.warning("nothing is cached for %s: %s", model, error)
-            return
-        with self._lock:
-            self._known[model] = f"blake3:{digest}"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from sglang.srt.runtime_context import (
@@ -19,6 +18,7 @@ from sglang.srt.runtime_context import (
     process_model_config,
 )
 
+from kvstore import parse_options
 from kvstore.errors import ConfigError
 
 FLAG = "--hicache-storage-backend-extra-config"
@@ -55,22 +55,12 @@ class BackendSettings:
     @classmethod
     def of(cls, extra: dict[str, Any]) -> BackendSettings:
         """Parses the extra config. Raises ConfigError."""
-        known = {each.name: each for each in fields(cls)}
         given = {name: value for name, value in extra.items() if name not in _OF_SGLANG}
-        for name, value in given.items():
-            if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-                raise ConfigError(f"{FLAG}: unknown key {name!r}", hint)
-            kind = type(known[name].default)
-            if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
-                shown = f"of type {type(value).__name__}" if name == "token" else repr(value)
-                raise ConfigError(f"{FLAG}: {name} is {shown}", f"a {kind.__name__}")
-        settings = cls(**given)
-        if not 0 < settings.deadline_s < MOST_DEADLINE_S:
+        settings = parse_options(cls, given, FLAG)
+        if settings.deadline_s >= MOST_DEADLINE_S:
             raise ConfigError(
                 f"{FLAG}: deadline_s is {settings.deadline_s}",
-                f"seconds, more than 0 and less than {MOST_DEADLINE_S:g}",
+                f"seconds, less than {MOST_DEADLINE_S:g}",
             )
         if not extra.get("interface_v1"):
             raise ConfigError(f"{FLAG}: interface_v1 is not set", 'add "interface_v1": 1')

@@ -8,9 +8,7 @@ the load, so it happens in the background: see `Naming`. Weights that change lat
 from __future__ import annotations
 
 import logging
-import os
 import threading
-import time
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from sglang.srt.model_executor.model_runner_components.weight_updater import Wei
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_model, process_model_config
 
-from kvstore import files_digest, newest_file
+from kvstore import files_digest, newest_file, process_started_ns
 from kvstore.errors import ConfigError
 
 logger = logging.getLogger("sglang.kvstore")
@@ -133,17 +131,9 @@ def _source(given: str) -> tuple[Path | None, str]:
     raise ConfigError(f"nothing tells which weights {path!r} has", _HINT)
 
 
-def _process_started_ns() -> int:
-    """Returns the time at which this process started, in ns since 1970, up to 10 ms late."""
-    fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
-    ticks = int(fields[19]) + 1  # `starttime` in proc_pid_stat(5), which is rounded down
-    since_boot_ns = ticks * 10**9 // os.sysconf("SC_CLK_TCK")
-    return time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME) + since_boot_ns
-
-
 def _check_unchanged(path: Path, newest: str, changed_ns: int) -> None:
     """Raises ConfigError if a file may have changed since SGLang has read it in this process."""
-    if changed_ns >= _process_started_ns():
+    if changed_ns >= process_started_ns():
         raise ConfigError(
             f"{newest} in {path} was changed after the engine started: SGLang may have read it before",
             f"restart the engine, or {_HINT}",

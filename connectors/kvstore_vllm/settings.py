@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -18,6 +17,7 @@ from vllm.v1.kv_cache_interface import (
     SparseCacheRole,
 )
 
+from kvstore import parse_options
 from kvstore.errors import ConfigError
 
 SERVED_KINDS: dict[type, dict[str, Any]] = {
@@ -93,7 +93,7 @@ class ConnectorSettings:
     @classmethod
     def of(cls, extra: dict[str, Any]) -> ConnectorSettings:
         """Parses an engine's extra config. Raises ConfigError."""
-        settings = _parsed(cls, extra, "kv_connector_extra_config")
+        settings = parse_options(cls, extra, "kv_connector_extra_config")
         if settings.load not in ("async", "sync"):
             raise ConfigError(f"kv_connector_extra_config: load is {settings.load!r}", "async or sync")
         return settings
@@ -120,28 +120,7 @@ class TierSettings:
     @classmethod
     def of(cls, given: dict[str, Any]) -> TierSettings:
         """Parses an entry of `secondary_tiers`. Raises ConfigError."""
-        return _parsed(cls, given, "secondary_tiers")
-
-
-_Settings = TypeVar("_Settings", ConnectorSettings, TierSettings)
-
-
-def _parsed(cls: type[_Settings], given: dict[str, Any], where: str) -> _Settings:
-    """Returns the settings of the dictionary that is called `where`. Raises ConfigError."""
-    known = {field.name: field for field in fields(cls)}
-    for name, value in given.items():
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-            raise ConfigError(f"{where}: unknown key {name!r}", hint)
-        kind = type(known[name].default)
-        if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
-            raise ConfigError(f"{where}: {name} is {value!r}", f"a {kind.__name__}")
-    settings = cls(**given)
-    for name in known:
-        if name.endswith("deadline_s") and not 0 < (seconds := getattr(settings, name)) < 86400:
-            raise ConfigError(f"{where}: {name} is {seconds}", "seconds, more than 0")
-    return settings
+        return parse_options(cls, given, "secondary_tiers")
 
 
 def check_model(model: Any) -> None:

@@ -7,9 +7,7 @@ load, so it happens in the background: see `Naming`.
 from __future__ import annotations
 
 import logging
-import os
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
@@ -19,7 +17,7 @@ from typing import Any
 
 from vllm.config.load import LoadConfig
 
-from kvstore import files_digest, newest_file
+from kvstore import files_digest, newest_file, process_started_ns
 from kvstore.errors import ConfigError
 
 logger = logging.getLogger("vllm.kvstore")
@@ -168,18 +166,6 @@ class Naming:
             self._revision.set_result(revision_of(self._weights, background=True))
         except BaseException as error:
             self._revision.set_exception(error)
-
-
-def process_started_ns() -> int:
-    """Returns the time at which this process started, in ns since 1970.
-
-    It is up to 10 ms late: a process reads nothing so soon, and files written just before its start count as
-    older.
-    """
-    fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
-    ticks = int(fields[19]) + 1  # `starttime` in proc_pid_stat(5), which is rounded down
-    since_boot_ns = ticks * 10**9 // os.sysconf("SC_CLK_TCK")
-    return time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME) + since_boot_ns
 
 
 @contextmanager

@@ -129,7 +129,7 @@ REFUSALS = {
         "--hicache-mem-layout is page_head",
         "--attn-cp-size is 2",
     ],
-    "lmcache": ["nothing names its weights"],
+    "lmcache": ["nothing names the weights"],
     "transformers": [
         "takes no past_key_values",
         "takes no position_ids",

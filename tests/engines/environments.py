@@ -104,7 +104,7 @@ def main() -> int:
             print(python)
     if only_path:
         return 0
-    # Those that use one core, the longest first by chance of their names, then those that use both.
+    # Those that use one core, two at a time; the longest come last in the alphabet, and start first.
     small = sorted((engine for engine in engines if engine not in RUNS), reverse=True)
     with ThreadPoolExecutor(2) as two:
         codes = list(two.map(lambda engine: _test(engine, more, quiet=len(small) > 1), small))

@@ -126,9 +126,18 @@ def test_a_deleted_object_is_gone(adapter_of: Make, model: str) -> None:
     adapter, keys = adapter_of(), names(model, 3)
     store(adapter, keys, things(3))
     assert adapter.get_usage().total_bytes_used == 3 * len(bytes_of(things(1)[0]))
-    adapter.delete(keys[:2])
+    adapter.delete([*keys[:2], *names(model, 1, first=50)])
     assert look_up(adapter, keys) == [2]
     assert adapter.get_usage().total_bytes_used == len(bytes_of(things(1)[0]))
+
+
+def test_another_server_deletes_what_it_has_looked_up(adapter_of: Make, model: str) -> None:
+    keys = names(model, 2)
+    store(adapter_of(), keys, things(2))
+    other = adapter_of()
+    assert look_up(other, keys) == [0, 1]
+    other.delete(keys[:1])
+    assert look_up(other, keys) == [1]
 
 
 def test_lmcache_is_told_of_no_capacity(adapter_of: Make) -> None:
@@ -157,40 +166,17 @@ def test_an_object_of_the_wrong_length_is_a_miss(adapter_of: Make, model: str) -
 # -- weights
 
 
-def test_nothing_is_stored_of_a_model_whose_weights_have_no_name(
-    adapter_of: Make, model: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    adapter, keys = adapter_of(revision=""), names(model, 1)
-    assert not store(adapter, keys, things(1)).is_successful()
-    assert look_up(adapter, keys) == []
-    assert "nothing names its weights (set revision" in caplog.text
-    assert caplog.text.count("nothing names its weights") == 1
+def test_other_weights_share_nothing(adapter_of: Make, model: str) -> None:
+    keys = names(model, 1)
+    assert store(adapter_of(revision="one"), keys, things(1)).is_successful()
+    assert look_up(adapter_of(revision="two"), keys) == []
+    assert load(adapter_of(revision="two"), keys, things(1, fill=0)) == []
+    assert look_up(adapter_of(revision="one"), keys) == [0]
 
 
-def test_revisions_by_model(adapter_of: Make, model: str) -> None:
-    adapter = adapter_of(revision={model: "one"})
-    assert store(adapter, names(model, 1), things(1)).is_successful()
-    assert not store(adapter, names(f"{model}-other", 1), things(1)).is_successful()
-    assert look_up(adapter_of(revision={model: "two"}), names(model, 1)) == []
-    assert look_up(adapter_of(revision="one"), names(model, 1)) == [0]
-
-
-def test_a_model_in_a_folder_is_named_by_its_files(adapter_of: Make, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "model.safetensors").write_bytes(b"weights")
-    keys = names(str(folder), 2)
-    adapter = adapter_of(revision="")
-    ends = time.monotonic() + 20
-    while not store(adapter, keys, things(2)).is_successful():
-        assert time.monotonic() < ends, "the name is made in the background"
-    (folder / "model.safetensors").write_bytes(b"Weights")
-    other = adapter_of(revision="")
-    ends = time.monotonic() + 20
-    while not store(other, keys[:1], things(1)).is_successful():
-        assert time.monotonic() < ends
-    assert look_up(other, keys) == [0], "changed weights share nothing"
-    assert look_up(adapter, keys) == [0, 1]
+def test_weights_without_a_name_are_refused_at_start() -> None:
+    with pytest.raises(ConfigError, match=r"nothing names the weights: .*set revision"):
+        KVStoreAdapter({"url": "unix:///x"})
 
 
 # -- tenants
@@ -336,10 +322,10 @@ def test_tasks_after_the_close_end(adapter_of: Make, model: str) -> None:
         ({"deadline_s": "1"}, "deadline_s is '1'"),
         ({"deadline_s": 0}, "deadline_s is 0"),
         ({"deadline_s": True}, "deadline_s is True"),
-        ({"num_workers": 0}, "num_workers is 0"),
+        ({"num_workers": 0, "revision": "r"}, "num_workers is 0"),
         ({"num_workers": 1.5}, "num_workers is 1.5"),
+        ({"num_workers": 65, "revision": "r"}, "num_workers is 65"),
         ({"revision": ["a"]}, "revision is ['a']"),
-        ({"revision": {"model": 1}}, "revision is {'model': 1}"),
         ({"url": 1}, "url is 1"),
     ],
 )

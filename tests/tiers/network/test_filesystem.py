@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from kvstore import native
 from kvstore.errors import ConfigError
+from kvstore.native import portable_files
 from kvstore.tiers.network import BackendSettings, objects, open_backend
 from kvstore.tiers.network.base import Backend, Name, NetworkError, Outcome
 from kvstore.tiers.network.filesystem.backend import HEAD_BYTES, Filesystem
@@ -229,6 +231,7 @@ class TestHanging:
 
     @pytest.fixture
     def hang(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(native, "move_files", portable_files.move_files)
         back = threading.Event()
         self.inside: list[int] = []
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from kvstore import arena
+from kvstore import arena, native
 from kvstore.errors import ConfigError
 from kvstore.tiers.network import objects
 from kvstore.tiers.network.base import Backend, Listed, Name, NetworkError, Object, Outcome
@@ -174,7 +174,7 @@ class Filesystem(Backend):
                 found = os.fstat(fd)
                 if not is_file(found) or found.st_size != len(raw):
                     return False
-                _read_all(fd, raw)
+                _move(fd, raw, write=False)
                 self._touch(fd, found)
             finally:
                 os.close(fd)
@@ -187,7 +187,7 @@ class Filesystem(Backend):
             try:
                 fd = self._open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, here)
                 try:
-                    _write_all(fd, raw)
+                    _move(fd, raw, write=True)
                 finally:
                     os.close(fd)  # NFS reports a full disk only now
                 call.check()
@@ -275,17 +275,10 @@ def _pack(thing: Object, raw: memoryview) -> None:
     raw[end:] = bytes(len(raw) - end)
 
 
-def _read_all(fd: int, raw: memoryview) -> None:
-    """Fills memory from the start of a file. Raises OSError if the file is shorter."""
-    done = 0
-    while done < len(raw):
-        moved = os.preadv(fd, [raw[done:]], done)
-        if not moved:
-            raise OSError(errno.EIO, "the file is shorter than it was")
-        done += moved
-
-
-def _write_all(fd: int, raw: memoryview) -> None:
-    done = 0
-    while done < len(raw):
-        done += os.pwritev(fd, [raw[done:]], done)
+def _move(fd: int, raw: memoryview, write: bool) -> None:
+    """Reads or writes the bytes at the start of a file. Raises OSError."""
+    [error] = native.move_files([(fd, 0, raw, write)])
+    if error:
+        # A file that is shorter than it was has no error of its own.
+        error = errno.EIO if error == native.END_OF_FILE else error
+        raise OSError(error, os.strerror(error))
