@@ -17,7 +17,16 @@ import pytest
 from kvstore import Client
 from kvstore.lab.local_daemon import LocalDaemon
 from tests.daemons import eventually
-from tests.engines.vllm.engine import BLOCK_TOKENS, Engine, cached, connector, full_blocks, prompt, said
+from tests.engines.vllm.engine import (
+    BLOCK_TOKENS,
+    Engine,
+    cached,
+    connector,
+    farthest,
+    full_blocks,
+    prompt,
+    said,
+)
 from tests.engines.vllm.shapes import SHAPES
 
 DEADLINE_S = 20.0
@@ -209,15 +218,20 @@ def test_a_killed_prefill_engine_is_awaited_until_the_deadline(pair: Pair) -> No
     pair.decode("deadline", deadline_s=3.0)
     try:
         arguments = pair.options | pair.flags[0] | {"max_num_batched_tokens": 64, "max_num_seqs": 4}
-        with Engine(Path(arguments.pop("model")), **arguments) as prefill:
+        with (
+            Engine(Path(arguments.pop("model")), **arguments) as prefill,
+            Client(pair.daemons[-1].url, deadline_s=10.0) as client,
+        ):
             assert pair.decode("reset")
+            some = client.status()["blocks"] + 24
             pair.decode.send("generate", prompts=[asked], params=[TO_DECODE])
             prefill.send("generate", prompts=[asked], max_tokens=1, params=[TO_PREFILL])
-            time.sleep(0.15)
+            eventually(lambda: client.status()["blocks"] >= some)
             prefill.kill()
             answers = pair.decode.receive()
         assert answers[0]["answered_s"] < DEADLINE_S * 3 / 4
-        assert said(answers) == expected
+        # What the killed engine stored was computed in pieces, which have other last bits.
+        assert farthest(said(answers), expected) < 1e-4
     finally:
         pair.decode("deadline", deadline_s=DEADLINE_S)
 
