@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.soak import engines
+from tests.daemons import names, payloads
+from tests.soak.engines import Engine
 from tests.soak.outcome import Life, Outcome, Plan
 from tests.soak.run import run
 from tests.soak.samples import SLACK, growths
@@ -50,9 +51,9 @@ def test_a_soak_in_small(tmp_path: Path) -> None:
 
 
 def test_other_bytes_are_seen() -> None:
-    engine = engines.Engine("unix:///nowhere", "", "amber", 1)
-    keys = engines.names(2, "x")
-    out = engines.payloads(keys, 64, engine._salt).copy()
+    engine = Engine("unix:///nowhere", "", "amber", 1)
+    keys = names(2, "x")
+    out = payloads(keys, 64, engine._salt).copy()
     engine._compare(keys, out)
     assert not engine.report.wrong
     out[1, 5] ^= 1
