@@ -14,7 +14,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -140,6 +140,7 @@ class KVStoreCache(BaseLlamaCache):
         `value` must be the state of the context, as `Llama.save_state` returns it.
         """
         self._start()
+        self.last = replace(self.last, stored_blocks=0, present_blocks=0, denied_blocks=0, why="")
         with self._guard("store"):
             check_call(self._llm)
             self._store(value.input_ids[: value.n_tokens].tolist())
@@ -217,7 +218,8 @@ class KVStoreCache(BaseLlamaCache):
         self._ends_s = time.monotonic() + self._deadline_s
 
     def _keys(self, tokens: Sequence[int]) -> list[Key]:
-        return chain_keys(tokens[: self._llm.n_ctx()], self._block_tokens, self._salt)
+        # A context has more cells than a Llama has places for tokens: llama.cpp rounds their number up.
+        return chain_keys(tokens[: len(self._llm.input_ids)], self._block_tokens, self._salt)
 
     def _left_s(self) -> float:
         # A deadline of 0 would be misuse.

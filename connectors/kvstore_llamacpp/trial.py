@@ -27,8 +27,8 @@ def try_prefix(llm: Any) -> StateForm:
     Raises MisuseError if a run that continues from a built state differs from one that has evaluated all
     tokens, and StateError if the state is not served.
     """
-    if llm.n_ctx() <= _TOKENS:
-        raise MisuseError(f"a context of {llm.n_ctx()} tokens", f"at least {_TOKENS + 1} are needed")
+    if (size := len(llm.input_ids)) < _TOKENS:
+        raise MisuseError(f"a context of {size} tokens", f"at least {_TOKENS} are needed: raise n_ctx")
     tokens = [(1 + 7 * i) % llm.n_vocab() for i in range(_TOKENS)]
     try:
         context.clear(llm)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,9 +131,16 @@ def same(one: tuple[str, list[Any]], other: tuple[str, list[Any]]) -> bool:
     return one[0] == other[0] and np.array_equal(np.array(one[1]), np.array(other[1]))
 
 
-def split_answer(llm: Llama, prompt: list[int], at: int, n: int = 12) -> tuple[str, list[Any]]:
-    """What a Llama without a store answers that has evaluated the first `at` tokens before the others."""
+def split_answer(llm: Llama, prompt: list[int], at: int, first: Sequence[int] = ()) -> tuple[str, list[Any]]:
+    """What a Llama without a store answers that has the first `at` tokens of the prompt in its context.
+
+    It has evaluated them with all tokens of `first`, by default the prompt: kernels may round rows differently
+    in batches of other sizes.
+    """
     llm.reset()
     if at:
-        llm.eval(prompt[:at])
-    return answer(llm, prompt, n)
+        llm.eval(first or prompt)
+        llm._ctx.kv_cache_seq_rm(-1, at, -1)
+        llm.n_tokens = at
+        llm._requires_eval = True
+    return answer(llm, prompt)
