@@ -1,4 +1,4 @@
-"""`KVStoreCache`: a cache for `Llama.set_cache` whose entries are blocks that all prompts and processes share.
+"""`KVStoreCache`: a cache for `Llama.set_cache`, whose blocks all prompts and processes share.
 
 llama-cpp-python asks a cache before a prompt, and gives it the whole state of the context after the answer.
 This one answers with the longest stored prefix, and puts it into the context itself: a LlamaState would be

@@ -9,8 +9,8 @@ import llama_cpp
 from kvstore.errors import MisuseError
 from kvstore_llamacpp.state import SERVED_VERSIONS
 
-SERVED_MODELS = ("gemma3", "llama", "qwen2", "qwen3")
-"""Architectures, as GGUF files name them, whose KV depends on the tokens of a prefix alone; each is tested."""
+SERVED_MODELS = ("gemma2", "gemma3", "gpt-oss", "llama", "phi3", "qwen2", "qwen3", "qwen3moe")
+"""Architectures, as GGUF files name them, whose KV depends on the prefix alone. All are tested."""
 
 _USED = ("_is_hybrid", "_is_recurrent", "_requires_eval", "ctx", "input_ids", "metadata", "n_tokens")
 """What the connector uses of a Llama beside its documented methods."""
@@ -29,12 +29,12 @@ def check_model(llm: Any, revision: str | None) -> None:
     for name in _USED:
         if not hasattr(llm, name):
             raise MisuseError(
-                f"{type(llm).__name__} has no {name}", "pass a Llama of a release that docs/llama-cpp.md names"
+                f"{type(llm).__name__} has no {name}", "pass a Llama, of a release that is served"
             )
     architecture = llm.metadata.get("general.architecture", "unknown")
     if llm._is_recurrent or llm._is_hybrid:
         raise MisuseError(
-            f"{architecture} is a recurrent or hybrid model", "its state has no parts that prompts could share"
+            f"{architecture} is a recurrent or hybrid model", "no part of its state is that of a prefix"
         )
     if architecture not in SERVED_MODELS:
         raise MisuseError(

@@ -1,4 +1,4 @@
-"""Builds the namespace of a model: weights, form of the state, settings and kernels, so that no two models mix."""
+"""Builds the namespace of a model: weights, form of its state, settings, kernels. No two models mix."""
 
 from __future__ import annotations
 

@@ -173,7 +173,10 @@ class NewState:
 
 
 def parts(form: StateForm, blocks: Bytes, block_tokens: int) -> list[Bytes]:
-    """Returns the parts of blocks, bytes (n, block_bytes): a view (n, columns, block_tokens, bytes) a tensor."""
+    """Returns the part of each tensor in blocks, bytes (n, block_bytes).
+
+    A part is a view (n, columns, block_tokens, bytes).
+    """
     views, at = [], 0
     for tensor in form.tensors:
         size = block_tokens * tensor.token_bytes
@@ -252,7 +255,7 @@ def _read_tensor(reader: _Reader, transposed: bool) -> Tensor:
 
 
 def _leading(positions: npt.NDArray[np.int32]) -> int:
-    """Returns how many positions from 0 on are there. Raises StateError if one is there twice, or negative."""
+    """Returns how many positions from 0 on are there. Raises StateError for equal or negative ones."""
     ordered = np.sort(positions)
     if ordered[0] < 0 or (np.diff(ordered) == 0).any():
         raise StateError("two cells of a state have the same position, or one has none")

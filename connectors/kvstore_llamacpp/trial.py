@@ -1,4 +1,4 @@
-"""A short run that proves, with the model and devices at hand, that a state from blocks is enough to continue.
+"""A short run that proves, with the model and devices at hand, that a state built of blocks is enough.
 
 It detects what settings do not show: state outside the caches, and bytes that a backend does not give back.
 """

@@ -11,19 +11,15 @@ from llama_cpp import Llama
 from kvstore import Client
 from kvstore.lab.local_daemon import LocalDaemon
 from kvstore_llamacpp import KVStoreCache
-from tests.engines.llamacpp.models import BLOCK, WINDOW, loaded, write_model
+from tests.engines.llamacpp.models import BLOCK, MODELS, loaded, write_model
 
 SETTINGS = {"dram": {"limit": "256MiB", "huge_pages": False}}
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A model of each architecture."""
     folder = tmp_path_factory.mktemp("models")
-    made = {name: write_model(folder / f"{name}.gguf", name) for name in ("llama", "qwen2", "qwen3")}
-    # By default, the sixth layer is the first without a window.
-    window = {"attention.sliding_window": WINDOW}
-    return {**made, "gemma3": write_model(folder / "gemma3.gguf", "gemma3", layers=6, **window)}
+    return {name: write_model(folder / f"{name}.gguf", name) for name in MODELS}
 
 
 @pytest.fixture(scope="session")

@@ -24,34 +24,55 @@ KINDS: dict[str, dict[str, Any]] = {
     "q8_0 flash": {"type_k": Q8_0, "type_v": Q8_0, "flash_attn": True},
     "q4_0 flash": {"type_k": Q4_0, "type_v": Q4_0, "flash_attn": True},
 }
-"""Types of KV, with values by token (flash attention) and transposed. Quantised values need flash attention."""
+"""Types of KV. Values are by token with flash attention, which quantised ones need, transposed without."""
 
 
-def write_model(
-    path: Path, architecture: str = "llama", seed: int = 0, layers: int = LAYERS, **more: Any
-) -> Path:
-    """Writes a model whose weights the seed decides. `more`: keys of the file, by their names behind the architecture."""
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama with experts": ("llama", {"expert_count": 4, "expert_used_count": 2}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "qwen3moe": (
+        "qwen3moe", {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": INNER}
+    ),
+    "phi3": ("phi3", {"rope.scaling.original_context_length": 384}),
+    "gemma2": ("gemma2", {"attention.sliding_window": WINDOW}),
+    # By default, the sixth layer is the first without a window.
+    "gemma3": ("gemma3", {"attention.sliding_window": WINDOW, "block_count": 6}),
+    "gpt-oss": (
+        "gpt-oss",
+        {
+            "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": INNER,
+            "attention.sliding_window": WINDOW,
+        },
+    ),
+}  # fmt: skip
+"""By name: the architecture, and keys of the file by their names behind it."""
+
+
+def write_model(path: Path, name: str = "llama", seed: int = 0) -> Path:
+    """Writes a model whose weights the seed decides."""
+    architecture, keys = MODELS[name]
     rng = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_name(f"tiny {architecture}")
-    writer.add_context_length(2048)
-    writer.add_embedding_length(WIDTH)
-    writer.add_block_count(layers)
-    writer.add_feed_forward_length(INNER)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_key_length(HEAD)
-    writer.add_value_length(HEAD)
+    writer.add_name("tiny")  # llama.cpp expects words of models that it knows by name
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(WORDS)
-    for name, value in more.items():
-        writer.add_uint32(f"{architecture}.{name}", value)
+    sizes = {
+        "context_length": 2048, "embedding_length": WIDTH, "block_count": LAYERS, "feed_forward_length": INNER,
+        "attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS, "attention.key_length": HEAD,
+        "attention.value_length": HEAD, "rope.dimension_count": HEAD, "vocab_size": WORDS,
+    } | keys  # fmt: skip
+    for key, value in sizes.items():
+        writer.add_uint32(f"{architecture}.{key}", value)
     _add_words(writer)
-    for name, shape in _shapes(architecture, layers):
+    for tensor, shape in _shapes(name, sizes["block_count"]):
         weights = rng.standard_normal(shape).astype(np.float32) * 0.2
-        # Weights of norms and biases have one axis, and are not of 16 bits.
-        writer.add_tensor(name, 1 + weights if len(shape) == 1 else weights.astype(np.float16))
+        if len(shape) == 1:  # of norms they are near 1
+            weights += 1
+        # Norms and biases are not of 16 bits.
+        plain = len(shape) == 1 or tensor.endswith("bias")
+        writer.add_tensor(tensor, weights if plain else weights.astype(np.float16))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -72,38 +93,64 @@ def _add_words(writer: Any) -> None:
     writer.add_unk_token_id(0)
 
 
-def _shapes(architecture: str, layers: int) -> list[tuple[str, tuple[int, ...]]]:
-    queries, keys = HEADS * HEAD, KV_HEADS * HEAD
+def _shapes(name: str, layers: int) -> list[tuple[str, tuple[int, ...]]]:
+    architecture, sizes = MODELS[name]
+    queries, keys, experts = HEADS * HEAD, KV_HEADS * HEAD, sizes.get("expert_count", 0)
     shapes: list[tuple[str, tuple[int, ...]]] = [
-        ("token_embd.weight", (WORDS, WIDTH)),
-        ("output_norm.weight", (WIDTH,)),
-        ("output.weight", (WORDS, WIDTH)),
-    ]
-    of_a_layer: dict[str, tuple[int, ...]] = {
+        ("token_embd.weight", (WORDS, WIDTH)), ("output_norm.weight", (WIDTH,))
+    ]  # fmt: skip
+    layer: dict[str, tuple[int, ...]] = {
         "attn_norm.weight": (WIDTH,),
         "attn_q.weight": (queries, WIDTH),
         "attn_k.weight": (keys, WIDTH),
         "attn_v.weight": (keys, WIDTH),
         "attn_output.weight": (WIDTH, queries),
         "ffn_norm.weight": (WIDTH,),
-        "ffn_gate.weight": (INNER, WIDTH),
-        "ffn_up.weight": (INNER, WIDTH),
-        "ffn_down.weight": (WIDTH, INNER),
     }
-    if architecture == "qwen2":
-        of_a_layer |= {"attn_q.bias": (queries,), "attn_k.bias": (keys,), "attn_v.bias": (keys,)}
-    if architecture in ("qwen3", "gemma3"):
-        of_a_layer |= {"attn_q_norm.weight": (HEAD,), "attn_k_norm.weight": (HEAD,)}
-    if architecture == "gemma3":
-        of_a_layer |= {"post_attention_norm.weight": (WIDTH,), "post_ffw_norm.weight": (WIDTH,)}
-    return shapes + [
-        (f"blk.{i}.{name}", shape) for i in range(layers) for name, shape in of_a_layer.items()
-    ]
+    if experts:
+        layer |= {
+            "ffn_gate_inp.weight": (experts, WIDTH),
+            "ffn_gate_exps.weight": (experts, INNER, WIDTH),
+            "ffn_up_exps.weight": (experts, INNER, WIDTH),
+            "ffn_down_exps.weight": (experts, WIDTH, INNER),
+        }
+    elif architecture == "phi3":
+        layer |= {"ffn_up.weight": (2 * INNER, WIDTH), "ffn_down.weight": (WIDTH, INNER)}
+        shapes += [(f"rope_factors_{length}.weight", (HEAD // 2,)) for length in ("long", "short")]
+    else:
+        layer |= {
+            "ffn_gate.weight": (INNER, WIDTH),
+            "ffn_up.weight": (INNER, WIDTH),
+            "ffn_down.weight": (WIDTH, INNER),
+        }
+    if architecture != "gemma2":
+        shapes.append(("output.weight", (WORDS, WIDTH)))
+    if architecture in ("qwen2", "gpt-oss"):
+        layer |= {"attn_q.bias": (queries,), "attn_k.bias": (keys,), "attn_v.bias": (keys,)}
+    if architecture in ("qwen3", "qwen3moe", "gemma3"):
+        layer |= {"attn_q_norm.weight": (HEAD,), "attn_k_norm.weight": (HEAD,)}
+    if architecture in ("gemma2", "gemma3"):
+        layer |= {"post_attention_norm.weight": (WIDTH,), "post_ffw_norm.weight": (WIDTH,)}
+    if architecture == "gpt-oss":
+        del layer["ffn_norm.weight"]
+        layer |= {
+            "post_attention_norm.weight": (WIDTH,),
+            "attn_sinks.weight": (HEADS,),
+            "attn_output.bias": (WIDTH,),
+            "ffn_gate_inp.bias": (experts,),
+            "ffn_gate_exps.bias": (experts, INNER),
+            "ffn_up_exps.bias": (experts, INNER),
+            "ffn_down_exps.bias": (experts, WIDTH),
+        }
+    return shapes + [(f"blk.{i}.{tensor}", shape) for i in range(layers) for tensor, shape in layer.items()]
 
 
 def tokens(n: int, seed: int = 0) -> list[int]:
-    """A prompt of random tokens behind the one that begins a text."""
-    return [1, *np.random.default_rng(seed).integers(3, WORDS, n - 1).tolist()]
+    """A prompt of random words behind the token that begins a text.
+
+    Without tokens of bytes: a Llama does not end an answer within a character, which some models repeat.
+    """
+    return [1, *np.random.default_rng(seed).integers(259, WORDS, n - 1).tolist()]
 
 
 def loaded(path: Path, **options: Any) -> Llama:
@@ -134,8 +181,8 @@ def same(one: tuple[str, list[Any]], other: tuple[str, list[Any]]) -> bool:
 def split_answer(llm: Llama, prompt: list[int], at: int, first: Sequence[int] = ()) -> tuple[str, list[Any]]:
     """What a Llama without a store answers that has the first `at` tokens of the prompt in its context.
 
-    It has evaluated them with all tokens of `first`, by default the prompt: kernels may round rows differently
-    in batches of other sizes.
+    It has evaluated them with all tokens of `first`, by default the prompt: kernels may round rows
+    differently in batches of other sizes.
     """
     llm.reset()
     if at:

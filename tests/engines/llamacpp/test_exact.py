@@ -20,16 +20,26 @@ from kvstore import Client
 from kvstore.errors import MisuseError
 from kvstore.lab.local_daemon import LocalDaemon
 from kvstore_llamacpp import Figures, KVStoreCache, cache
-from tests.engines.llamacpp.models import BLOCK, KINDS, WINDOW, answer, loaded, same, split_answer, tokens
+from tests.engines.llamacpp.models import (
+    BLOCK,
+    KINDS,
+    MODELS,
+    WINDOW,
+    answer,
+    loaded,
+    same,
+    split_answer,
+    tokens,
+)
 
 Make = Callable[..., Llama]
 PROMPT = tokens(8 * BLOCK + 3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize("name", MODELS)
 def test_every_boundary(cached: Make, plain: Make, name: str, kind: str) -> None:
-    """The windows of gemma3 end within the prefix, and before it."""
+    """Windows end within the prefix, and before it."""
     assert len(PROMPT) > 2 * WINDOW
     reference = plain(name, **KINDS[kind])
     answer(cached(name, **KINDS[kind]), PROMPT)

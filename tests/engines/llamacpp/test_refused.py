@@ -50,7 +50,7 @@ def test_a_window_without_the_tokens_before_it(plain: Make, client: Client) -> N
     KVStoreCache(plain("llama", swa_full=False), client, revision="test")
 
 
-@pytest.mark.parametrize("architecture", ["mamba", "phi3", "deepseek2", "qwen2vl", "gemma3n"])
+@pytest.mark.parametrize("architecture", ["mamba", "deepseek2", "qwen2vl", "gemma3n", "llama4"])
 def test_architectures_that_are_not_tested(plain: Make, client: Client, architecture: str) -> None:
     llm = plain()
     llm.metadata = {**llm.metadata, "general.architecture": architecture}
@@ -141,7 +141,8 @@ def test_a_state_that_is_not_enough(plain: Make, client: Client, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("attribute", "value"), [("chat_handler", SimpleNamespace()), ("draft_model", LlamaPromptLookupDecoding())]
+    ("attribute", "value"),
+    [("chat_handler", SimpleNamespace()), ("draft_model", LlamaPromptLookupDecoding())],
 )
 def test_what_is_set_later_is_refused_at_each_call(cached: Make, attribute: str, value: Any) -> None:
     llm = cached()

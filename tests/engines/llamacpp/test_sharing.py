@@ -76,6 +76,14 @@ def restored(llm: Llama) -> int:
     return int(llm.cache.last.restored_tokens)
 
 
+def test_long_contexts_share_nothing_with_short_ones_where_frequencies_change(cached: Make) -> None:
+    """The file of phi3 has frequencies for contexts of up to 384 tokens, and for longer ones."""
+    for n_ctx, expected in ((256, 0), (512, 0), (320, 80), (1024, 80)):
+        llm = cached("phi3", n_ctx=n_ctx)
+        answer(llm, PROMPT)
+        assert restored(llm) == expected
+
+
 @pytest.mark.parametrize("setting", [{"n_ctx": 256}, {"n_batch": 64}, {"n_threads": 2}, {"use_mmap": False}])
 def test_these_settings_share(cached: Make, setting: dict[str, Any]) -> None:
     answer(cached(), PROMPT)

@@ -22,9 +22,7 @@ from tests.engines.llamacpp.models import BLOCK, KINDS, loaded, tokens
 
 PROMPT = tokens(200)
 LENGTH = 6 * BLOCK + 5
-QUICK = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def of_sequence(llm: Llama) -> Any:
@@ -133,8 +131,7 @@ def check(forged: Any) -> None:
     """Forged bytes are refused, or are a state all of whose bytes are among them."""
     try:
         state = State(forged)
-    except StateError as error:
-        assert error.hint
+    except StateError:
         return
     assert 0 <= state.n_tokens <= 17
     n = state.n_tokens
