@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -104,6 +104,10 @@ class StateForm:
         return list(dict.fromkeys(tensor.dtype for tensor in self.tensors))
 
 
+_Cache: TypeAlias = tuple[CacheForm, npt.NDArray[np.int32], list[Bytes]]
+"""The form of a cache, the position of each cell, and the tensors (columns, cells, bytes)."""
+
+
 class State:
     """A state that was read: its `form`, its `head`, and the tokens from the first on that all caches have.
 
@@ -113,7 +117,7 @@ class State:
     def __init__(self, raw: Bytes) -> None:
         reader = _Reader(raw)
         self.head = _read_head(reader)
-        caches = []
+        caches: list[_Cache] = []
         while not caches or (reader.left and len(caches) < _MOST_CACHES):
             caches.append(_read_cache(reader))
         if reader.left:
@@ -210,7 +214,7 @@ class _Reader:
         return self._raw[self._at - nbytes : self._at]
 
     def u32(self, what: str) -> int:
-        return int(_U32.unpack(self.take(4, what))[0])
+        return int(_U32.unpack(self.take(4, what).tobytes())[0])
 
 
 def _read_head(reader: _Reader) -> bytes:
@@ -218,8 +222,7 @@ def _read_head(reader: _Reader) -> bytes:
     return _U32.pack(first) + reader.take(4 if first == _MAGIC else first, "head").tobytes()
 
 
-def _read_cache(reader: _Reader) -> tuple[CacheForm, npt.NDArray[np.int32], list[Bytes]]:
-    """Returns the form of a cache, the position of each cell, and its tensors (columns, cells, bytes)."""
+def _read_cache(reader: _Reader) -> _Cache:
     if (streams := reader.u32("streams")) != 1:
         raise StateError(f"a state has {streams} streams of KV instead of one")
     if not (n_cells := reader.u32("cells")):

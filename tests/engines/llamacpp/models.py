@@ -59,10 +59,18 @@ def write_model(path: Path, name: str = "llama", seed: int = 0) -> Path:
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(10000.0)
     sizes = {
-        "context_length": 2048, "embedding_length": WIDTH, "block_count": LAYERS, "feed_forward_length": INNER,
-        "attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS, "attention.key_length": HEAD,
-        "attention.value_length": HEAD, "rope.dimension_count": HEAD, "vocab_size": WORDS,
-    } | keys  # fmt: skip
+        "context_length": 2048,
+        "embedding_length": WIDTH,
+        "block_count": LAYERS,
+        "feed_forward_length": INNER,
+        "attention.head_count": HEADS,
+        "attention.head_count_kv": KV_HEADS,
+        "attention.key_length": HEAD,
+        "attention.value_length": HEAD,
+        "rope.dimension_count": HEAD,
+        "vocab_size": WORDS,
+        **keys,
+    }
     for key, value in sizes.items():
         writer.add_uint32(f"{architecture}.{key}", value)
     _add_words(writer)
