@@ -27,8 +27,8 @@ _OF_A_MODEL = {
 }  # fmt: skip
 """The same of a model: how its file is read. `checks` refuses `kv_overrides`."""
 
-_VARIABLES = ("LLAMA_ATTN_ROT_DISABLE",)
-"""Environment variables that change KV: quantised KV is rotated before it is stored, or not."""
+_VARIABLES = ("LLAMA_ATTN_ROT_DISABLE", "LLAMA_CPP_LIB_PATH")
+"""Environment variables that change KV: whether quantised KV is rotated; the folder of another llama.cpp."""
 
 
 def layout_of(llm: Any, form: StateForm, block_tokens: int, revision: str | None) -> Layout:

@@ -15,10 +15,12 @@ BLOCK = 16
 LAYERS, WIDTH, HEADS, KV_HEADS, HEAD, INNER, WORDS = 4, 256, 4, 2, 64, 256, 512
 WINDOW = 48
 
-Q4_0, Q8_0, F16, F32 = (getattr(llama_cpp, f"GGML_TYPE_{name}") for name in ("Q4_0", "Q8_0", "F16", "F32"))
+F32, Q4_0, Q8_0 = llama_cpp.GGML_TYPE_F32, llama_cpp.GGML_TYPE_Q4_0, llama_cpp.GGML_TYPE_Q8_0
+BF16 = 30  # llama-cpp-python has no name for it
 KINDS: dict[str, dict[str, Any]] = {
     "f16": {},
     "f16 flash": {"flash_attn": True},
+    "bf16": {"type_k": BF16, "type_v": BF16},
     "f32": {"type_k": F32, "type_v": F32},
     "keys q8_0": {"type_k": Q8_0},
     "q8_0 flash": {"type_k": Q8_0, "type_v": Q8_0, "flash_attn": True},

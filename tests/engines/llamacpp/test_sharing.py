@@ -107,9 +107,13 @@ def test_salts_block_sizes_and_revisions_share_nothing(plain: Make, client: Clie
     assert after(revision="a", block_tokens=32) == 64
 
 
-def test_rotation_of_quantised_kv_is_another_namespace(cached: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("variable", ["LLAMA_ATTN_ROT_DISABLE", "LLAMA_CPP_LIB_PATH"])
+def test_variables_that_change_kv_are_another_namespace(
+    cached: Make, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    """Quantised KV is rotated, or another llama.cpp is loaded."""
     answer(cached(type_k=Q8_0), PROMPT)
-    monkeypatch.setenv("LLAMA_ATTN_ROT_DISABLE", "1")
+    monkeypatch.setenv(variable, "1")
     llm = cached(type_k=Q8_0)
     answer(llm, PROMPT)
     assert restored(llm) == 0
