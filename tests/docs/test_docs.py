@@ -48,6 +48,7 @@ NOT_RUN = {
     "apt": "changes the machine; test_packaging.py installs the package elsewhere",
     "podman": "there is no container engine; test_packaging.py runs what the recipe runs",
     "kubectl": "there is no cluster; test_packaging.py reads the manifest",
+    "ollama": "it needs Ollama's server and a model",
     "lmcache": "it needs LMCache; tests/engines/lmcache/test_server.py runs it",
     "vllm": "it needs a server; tests/engines/vllm/test_seen.py runs it",
     "python": "engines are run by tests/engines, benches by hand",
