@@ -37,16 +37,17 @@ def layout_of(config: Any, pages: HostPages, name: str, revision: str) -> Layout
     """
     prefill, decode = attention_backends()
     kernels = prefill if prefill == decode else f"{prefill}, {decode}"
-    # Head numbers and layers are those of the shard.
-    layers, heads, dim = pages.shape
+    # All tensor-parallel ranks have the same latents, which SGLang stores once.
+    rank = "any" if config.is_mla_model else config.tp_rank
     return Layout(
         model=name,
         block_bytes=pages.page_bytes,
         revision=revision,
         dtype=pages.dtype,
         block_tokens=pages.page_tokens,
-        shard=f"tp {config.tp_rank}/{config.tp_size}, pp {config.pp_rank}/{config.pp_size}",
-        kv_layout=f"sglang {sglang.__version__}; {pages.layout}, {layers} layers, {heads} heads of {dim}; "
+        shard=f"tp {rank}/{config.tp_size}, pp {config.pp_rank}/{config.pp_size}",
+        # Layers and heads are those of the shard.
+        kv_layout=f"sglang {sglang.__version__}; {pages.layout}, {pages.form}; "
         f"{kernels}; {_processor()}; {_digest()}",
     )
 

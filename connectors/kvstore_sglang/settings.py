@@ -29,8 +29,9 @@ MOST_DEADLINE_S = 10.0
 """SGLang waits this long for its storage threads when it resets its cache."""
 
 SERVED_ARCHITECTURES = (
-    "GemmaForCausalLM", "GraniteForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "Olmo2ForCausalLM",
-    "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
+    "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "GemmaForCausalLM", "GraniteForCausalLM",
+    "LlamaForCausalLM", "MistralForCausalLM", "Olmo2ForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
 )  # fmt: skip
 """The served models, by the name of their class: those that a test covers."""
 SERVED_DEVICES = ("cpu", "cuda")
@@ -69,17 +70,15 @@ class BackendSettings:
 
 def check_engine(config: Any) -> None:
     """Raises ConfigError for an engine that is not served. `config`: its HiCacheStorageConfig."""
-    for what, hint in (*_refusals_of_model(config), *_refusals_of_options(config)):
+    for what, hint in (*_refusals_of_model(), *_refusals_of_options(config)):
         raise ConfigError(what, hint)
 
 
-def _refusals_of_model(config: Any) -> Iterator[tuple[str, str]]:
+def _refusals_of_model() -> Iterator[tuple[str, str]]:
     """Yields why a model is not served."""
     model = process_model_config()
     without = "leave out --hicache-storage-backend"
     [architecture] = model.hf_config.architectures[:1] or ["unknown"]
-    if config.is_mla_model:
-        yield f"the model {architecture} has latent attention", f"no test covers it: {without}"
     if model.is_hybrid_swa or model.sliding_window_size:
         yield f"the model {architecture} has sliding windows", f"no test covers it: {without}"
     if model.is_multimodal:
@@ -89,6 +88,8 @@ def _refusals_of_model(config: Any) -> Iterator[tuple[str, str]]:
         yield f"no test covers the model {architecture}", f"served are {served}: {without}"
     if not model.is_generation:
         yield f"the model {architecture} does not generate text", without
+    if model.quantization is not None:
+        yield f"the weights are quantized ({model.quantization})", f"no test covers it: {without}"
     if str(model.dtype) not in SERVED_DTYPES:
         yield f"--dtype is {model.dtype}", f"served are {', '.join(SERVED_DTYPES)}"
 

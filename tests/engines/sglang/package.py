@@ -9,6 +9,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from sglang.srt.mem_cache.pool_host.common import HostTensorAllocator
     from sglang.srt.mem_cache.pool_host.mha import AsymmetricMHATokenToKVPoolHost, MHATokenToKVPoolHost
+    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
     from kvstore_sglang import HiCacheKVStore, identity, pages, settings, storage, weights
 
@@ -17,6 +18,7 @@ __all__ = [
     "HiCacheKVStore",
     "HostTensorAllocator",
     "MHATokenToKVPoolHost",
+    "MLATokenToKVPoolHost",
     "identity",
     "pages",
     "settings",
