@@ -11,6 +11,7 @@ from typing import Any
 import sglang
 import torch
 from blake3 import blake3
+from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.runtime_context import (
     attention_backends,
     get_device,
@@ -30,8 +31,8 @@ _LEFT_OUT = {"grammar_backend", "sampling_backend"}
 _OF_MODEL = ("modelopt_quant", "quantization", "quantization_param_path", "quantize_and_serve", "model_impl")
 
 
-def layout_of(config: Any, pages: HostPages, name: str, revision: str) -> Layout:
-    """Returns the layout of an engine's blocks.
+def layout_of(config: Any, pages: HostPages, name: str, revision: str, pool: PoolName) -> Layout:
+    """Returns the layout of the blocks of one of an engine's pools.
 
     `config`: SGLang's HiCacheStorageConfig. `name`: of the model. `revision`: of its weights.
     """
@@ -47,8 +48,10 @@ def layout_of(config: Any, pages: HostPages, name: str, revision: str) -> Layout
         block_tokens=pages.page_tokens,
         shard=f"tp {rank}/{config.tp_size}, pp {config.pp_rank}/{config.pp_size}",
         # Layers and heads are those of the shard.
-        kv_layout=f"sglang {sglang.__version__}; {pages.layout}, {pages.form}; "
+        kv_layout=f"sglang {sglang.__version__}; {pool}, {pages.layout}, {pages.form}; "
         f"{kernels}; {_processor()}; {_digest()}",
+        # A page of a window is of use without the pages before the window.
+        kind="chain" if pool == PoolName.KV else "independent",
     )
 
 

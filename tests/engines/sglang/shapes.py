@@ -26,6 +26,16 @@ EXPERTS = {
     "moe_intermediate_size": 64,
     "norm_topk_prob": True,
 }
+WINDOW = {"sliding_window": 48}
+GEMMA = {**WINDOW, "query_pre_attn_scalar": 32, "hidden_act": "gelu_pytorch_tanh"}
+IN_TWO_POOLS = {
+    **WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+}
+"""Windows whose layers have a host pool of their own, in SGLang. Elsewhere they have all tokens, too."""
 LATENT = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 64,
@@ -65,6 +75,12 @@ SHAPES = {
     "granite": Shape("Granite"),
     "olmo2": Shape("Olmo2"),
     "phi3": Shape("Phi3", {"pad_token_id": 0, "sliding_window": None}),
+    "mistral, windows": Shape("Mistral", WINDOW),
+    "phi3, windows": Shape("Phi3", {**WINDOW, "pad_token_id": 0}),
+    "gemma2, windows": Shape("Gemma2", GEMMA),
+    "gemma3, windows": Shape("Gemma3", GEMMA),
+    "mellum, windows": Shape("Mellum", IN_TWO_POOLS),
+    "laguna, windows": Shape("Laguna", IN_TWO_POOLS),
     "deepseek v2": Shape(
         "DeepseekV2", {**LATENT, "q_lora_rank": None, "topk_method": "greedy", "scoring_func": "softmax"}
     ),

@@ -84,8 +84,8 @@ def backend(monkeypatch: pytest.MonkeyPatch, daemon: LocalDaemon) -> Iterator[An
     monkeypatch.setattr(
         storage,
         "layout_of",
-        lambda config, pool_pages, model, revision: Layout(
-            model, pool_pages.page_bytes, revision, kv_layout=pool_pages.layout
+        lambda config, pool_pages, model, revision, pool: Layout(
+            model, pool_pages.page_bytes, revision, kv_layout=f"{pool} {pool_pages.layout}"
         ),
     )
     options = {"url": daemon.url, "deadline_s": 5.0, "weights_revision": "1", "model": name}
@@ -125,7 +125,7 @@ def test_parents_are_known_from_prefix_keys(backend: Any, daemon: LocalDaemon) -
     assert all(backend.batch_set_v1(keys[2:], indices(pool, 2, 3), behind(*keys[:2])))
     with Client(daemon.url, deadline_s=5.0) as client:
         decoded = [bytes.fromhex(key) for key in keys]
-        namespace = client.namespace(backend._namespace.layout)
+        namespace = client.namespace(backend._namespaces["kv"].layout)
         # A block with children leaves a hole, so the chain is whole again with one put.
         assert namespace.invalidate(decoded[1:2]) == 1
         assert namespace.lookup(decoded) == 1
@@ -239,6 +239,7 @@ def test_other_pools_are_refused(backend: Any) -> None:
     with pytest.raises(ConfigError, match=r"a page is too large for a block: .*a smaller --page-size"):
         pages.HostPages(make_pool(page_tokens=1 << 19, count=1))
     backend.register_mem_host_pool_v2(make_pool(), "kv")
-    for name in ("mamba", "swa", "draft"):
+    backend.register_mem_host_pool_v2(make_pool(), "swa")
+    for name in ("mamba", "indexer", "draft"):
         with pytest.raises(ConfigError, match=f"a host pool {name} beside"):
             backend.register_mem_host_pool_v2(make_pool(), name)

@@ -96,8 +96,8 @@ def test_a_served_engine_passes(check: Callable[..., None]) -> None:
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
-        ({"model": {"is_hybrid_swa": True}}, "has sliding windows"),
-        ({"model": {"sliding_window_size": 4096}}, "has sliding windows"),
+        ({"model": {"is_hybrid_swa": True}}, "the model LlamaForCausalLM has sliding windows"),
+        ({"model": {"sliding_window_size": 4096}}, "the model LlamaForCausalLM has sliding windows"),
         ({"model": {"is_multimodal": True}}, "takes more than text"),
         ({"model": {"is_generation": False}}, "does not generate text"),
         ({"model": {"quantization": "fp8"}}, "the weights are quantized .fp8"),

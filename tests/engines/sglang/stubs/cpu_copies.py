@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 Tensors = list[torch.Tensor]
+_TORCH_NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 
 
 def install() -> None:
@@ -31,6 +32,8 @@ def install() -> None:
         name = f"{module.__name__}.{pool.__name__}"
         HookRegistry.register(f"{name}.__init__", _not_pinned, HookType.BEFORE)
     AttentionBackendRegistry.register("torch_native", _absorbed)
+    for name in ("_run_sdpa_forward_extend", "_run_sdpa_forward_decode"):
+        HookRegistry.register(f"{_TORCH_NATIVE}.{name}", _in_own_pool, HookType.BEFORE)
 
 
 def _absorbed(*_: Any) -> Any:
@@ -40,6 +43,15 @@ def _absorbed(*_: Any) -> Any:
     )
 
     return AttnForwardMethod.MLA
+
+
+def _in_own_pool(backend: Any, *arguments: Any, **options: Any) -> tuple[Any, Any]:
+    """Gives a layer with a window the positions of its tokens in the pool of windows, not in the full one."""
+    if backend.use_sliding_window_kv_pool and options["sliding_window_size"] is not None:
+        [*before, positions] = arguments[:5]
+        own = backend.token_to_kv_pool.translate_loc_from_full_to_swa(positions)
+        arguments = (*before, own, *arguments[5:])
+    return (backend, *arguments), options
 
 
 def _not_pinned(*arguments: Any, **options: Any) -> tuple[Any, Any]:
