@@ -33,7 +33,7 @@ from kvstore.errors import ConfigError
 from kvstore_sglang.identity import layout_of, model_name
 from kvstore_sglang.pages import HostPages
 from kvstore_sglang.settings import BackendSettings, check_engine
-from kvstore_sglang.weights import Naming, changed, watch_updates
+from kvstore_sglang.weights import changed, naming_of, watch_updates, weights_of
 
 logger = logging.getLogger("sglang.kvstore")
 
@@ -54,9 +54,10 @@ class HiCacheKVStore(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         watch_updates()
         self._config = storage_config
         self._settings = settings
-        self._naming = Naming(settings.weights_revision)
+        weights = weights_of(settings.weights_revision)
+        self._naming = naming_of(weights)
         # A revision may name the weights of several models, so the path counts.
-        self._model = settings.model or model_name(self._naming.by_content)
+        self._model = settings.model or model_name(weights.by_content)
         self._client = Client(settings.url or None, settings.token or None, settings.deadline_s)
         self._guard = ExceptionBarrier(logger)
         self.failures = self._guard.failures
@@ -210,7 +211,7 @@ class HiCacheKVStore(HiCacheStorage):  # type: ignore[misc, unused-ignore]
             return None, None
         with self._lock:
             pages = self._pages.get(name)
-            if name not in self._namespaces and pages is not None and (revision := self._naming.revision()):
+            if name not in self._namespaces and pages is not None and (revision := self._naming.known()):
                 layout = layout_of(self._config, pages, self._model, revision, name)
                 self._namespaces[name] = self._client.namespace(layout)
             return self._namespaces.get(name), pages

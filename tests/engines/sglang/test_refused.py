@@ -131,7 +131,7 @@ def named(monkeypatch: pytest.MonkeyPatch, path: str, load_format: str = "auto",
     config = SimpleNamespace(hf_config=SimpleNamespace(_commit_hash=commit))
     monkeypatch.setattr(names_of, "get_model", lambda: options)
     monkeypatch.setattr(names_of, "process_model_config", lambda: config)
-    return names_of.Naming("")
+    return names_of.naming_of(names_of.weights_of(""))
 
 
 def test_weights_are_named_by_their_commit_in_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
