@@ -45,6 +45,7 @@ _HOSTILE = (
 )
 _GPU = "a GPU"
 _VLLM = "an environment with vLLM (several GB)"
+_SGLANG = "an environment with SGLang (3 GB)"
 _REDIS = "redis-py (pip install 'redis[hiredis]')"
 _LMCACHE = "an environment with LMCache (2 GB)"
 _PEERS = "redis-py, and an environment with Mooncake (100 MB)"
@@ -157,12 +158,16 @@ BENCHES = {
         "vllm_worth:network", _named("vllm-worth-network", "slow/512", "slow/1024", "slow/2048"), needs=_VLLM
     ),
     "vllm-roles": Entry("vllm_roles:run", _named("vllm-roles", "256", "512", "1024", "2048"), needs=_VLLM),
+    "sglang-miss": Entry("sglang_miss:run", _named("sglang-miss", "gqa", "mha", "answers"), needs=_SGLANG),
+    "sglang-ttft": Entry(
+        "sglang_ttft:run", _named("sglang-ttft", "256", "512", "1024", "2048"), needs=_SGLANG
+    ),
 }
 
 EVERYWHERE = tuple(name for name, entry in BENCHES.items() if not entry.needs)
 """Names of the benches that run on any machine."""
 
-ENGINES = tuple(name for name, entry in BENCHES.items() if entry.needs in (_VLLM, _PEERS, _LMCACHE))
+ENGINES = tuple(name for name, entry in BENCHES.items() if entry.needs in (_VLLM, _SGLANG, _PEERS, _LMCACHE))
 """Names of those that need an engine's environment."""
 
 

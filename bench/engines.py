@@ -41,7 +41,7 @@ def engine_of(
     bench.doing("environment")
     python = interpreter("vllm")
     with bench.scratch() as folder:
-        _save(folder, model)
+        save(folder, model)
         bench.doing("starting vLLM")
         flag = connector(daemon, lookup_deadline_s=None, **options)
         with Engine(
@@ -56,7 +56,7 @@ def roles(bench: Bench, model: dict[str, Any], dram_bytes: int) -> Iterator[tupl
     bench.doing("environment")
     python = interpreter("vllm")
     with bench.scratch() as folder, serve(dram_bytes) as (_, daemon), ExitStack() as stack:
-        _save(folder, model)
+        save(folder, model)
         bench.doing("starting vLLM")
         made = []
         for role in ("kv_producer", "kv_consumer"):
@@ -127,5 +127,6 @@ def _model(architecture: str, kind: str, hidden: int, layers: int, **more: Any) 
     }
 
 
-def _save(folder: Path, model: dict[str, Any]) -> None:
+def save(folder: Path, model: dict[str, Any]) -> None:
+    """Writes the configuration of a model, which is all that engines need of it."""
     (folder / "config.json").write_text(json.dumps(model), encoding="utf-8")

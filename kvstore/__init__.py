@@ -16,6 +16,7 @@ from kvstore.fp8 import Fp8
 from kvstore.options import parse_options
 from kvstore.types import Key, Layout, Tier, chain_keys
 from kvstore.weights.digest import FilesDigest, files_digest, newest_file, process_started_ns
+from kvstore.weights.naming import Weights, WeightsNaming
 
 # Earlier names of these classes. Callers may still import them.
 Guard, Room, DeviceRoom = ExceptionBarrier, Reservation, DeviceReservation
@@ -42,6 +43,8 @@ __all__ = [
     "Reservation",
     "StoredPrefix",
     "Tier",
+    "Weights",
+    "WeightsNaming",
     "chain_keys",
     "errors",
     "files_digest",

@@ -11,6 +11,7 @@ from typing import Any
 import sglang
 import torch
 from blake3 import blake3
+from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.runtime_context import (
     attention_backends,
     get_device,
@@ -30,24 +31,27 @@ _LEFT_OUT = {"grammar_backend", "sampling_backend"}
 _OF_MODEL = ("modelopt_quant", "quantization", "quantization_param_path", "quantize_and_serve", "model_impl")
 
 
-def layout_of(config: Any, pages: HostPages, name: str, revision: str) -> Layout:
-    """Returns the layout of an engine's blocks.
+def layout_of(config: Any, pages: HostPages, name: str, revision: str, pool: PoolName) -> Layout:
+    """Returns the layout of the blocks of one of an engine's pools.
 
     `config`: SGLang's HiCacheStorageConfig. `name`: of the model. `revision`: of its weights.
     """
     prefill, decode = attention_backends()
     kernels = prefill if prefill == decode else f"{prefill}, {decode}"
-    # Head numbers and layers are those of the shard.
-    layers, heads, dim = pages.shape
+    # All tensor-parallel ranks have the same latents, which SGLang stores once.
+    rank = "any" if config.is_mla_model else config.tp_rank
     return Layout(
         model=name,
         block_bytes=pages.page_bytes,
         revision=revision,
         dtype=pages.dtype,
         block_tokens=pages.page_tokens,
-        shard=f"tp {config.tp_rank}/{config.tp_size}, pp {config.pp_rank}/{config.pp_size}",
-        kv_layout=f"sglang {sglang.__version__}; {pages.layout}, {layers} layers, {heads} heads of {dim}; "
+        shard=f"tp {rank}/{config.tp_size}, pp {config.pp_rank}/{config.pp_size}",
+        # Layers and heads are those of the shard.
+        kv_layout=f"sglang {sglang.__version__}; {pool}, {pages.layout}, {pages.form}; "
         f"{kernels}; {_processor()}; {_digest()}",
+        # A page of a window is of use without the pages before the window.
+        kind="chain" if pool == PoolName.KV else "independent",
     )
 
 

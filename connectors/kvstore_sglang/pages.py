@@ -1,7 +1,7 @@
 """The host pool of HiCache as pages of bytes: a stored block is one page.
 
-A page has the keys of all its layers and tokens, then the values, in the order of the pool's layout. Bytes go
-straight between the pool and slots.
+A page has the keys of all its layers and tokens, then the values, in the order of the pool's layout; with
+latent attention it has latents alone. Bytes go straight between the pool and slots.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
 from kvstore import Layout, Lease, PagedLayer, PagedMemory, Reservation
 from kvstore.errors import ConfigError, MisuseError
@@ -25,15 +26,16 @@ SERVED_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 class HostPages:
     """Copies pages between a host pool and slots. Several threads may call, for different pages.
 
-    `page_tokens`, `page_bytes`: of one page. `shape`: of the pool without its number of pages. Raises
-    ConfigError for a pool that is not served.
+    `page_tokens`, `page_bytes`: of one page. `shape`: layers, heads and numbers a head, of one half of the
+    pool if it has keys and values. `form`: the shape in words. Raises ConfigError for a pool that is not
+    served.
     """
 
     def __init__(self, pool: Any) -> None:
-        if type(pool) is not MHATokenToKVPoolHost:
+        if type(pool) not in (MHATokenToKVPoolHost, MLATokenToKVPoolHost):
             raise ConfigError(
                 f"the host pool is a {type(pool).__name__}",
-                "models with full attention in all layers are served, with as large values as keys: "
+                "models with full or latent attention are served, with as large values as keys: "
                 "leave out --hicache-storage-backend",
             )
         if pool.layout not in SERVED_LAYOUTS:
@@ -43,7 +45,14 @@ class HostPages:
         self.page_tokens = int(pool.page_size)
         self.layout = str(pool.layout)
         self.dtype = str(pool.dtype).removeprefix("torch.")
-        self.shape = (int(pool.layer_num), int(pool.head_num), int(pool.head_dim))
+        if type(pool) is MLATokenToKVPoolHost:
+            self.shape = (int(pool.layer_num), 1, int(pool.kv_cache_dim))
+            self.form = f"{pool.layer_num} layers, latents of {pool.kv_lora_rank} + {pool.qk_rope_head_dim}"
+            self._halves = 1
+        else:
+            self.shape = (int(pool.layer_num), int(pool.head_num), int(pool.head_dim))
+            self.form = f"{pool.layer_num} layers, {pool.head_num} heads of {pool.head_dim}"
+            self._halves = 2
         self._pages = int(pool.page_num)
         self._memory = PagedMemory(self._layers(pool.kv_buffer), self._pages)
         self.page_bytes = self._memory.page_bytes
@@ -75,11 +84,11 @@ class HostPages:
         layers, heads, dim = self.shape
         row_bytes = self.page_tokens * heads * dim * pool.itemsize
         half = self._pages * layers * row_bytes
-        if not pool.is_contiguous() or prod(pool.shape) * pool.itemsize != 2 * half:
+        if not pool.is_contiguous() or prod(pool.shape) * pool.itemsize != self._halves * half:
             raise ConfigError(f"the host pool has the shape {tuple(pool.shape)}", "use SGLang 0.5.23")
         buffer = pool.view(torch.uint8).reshape(-1).numpy()
         if self.layout != "layer_first":
             page = layers * row_bytes
-            return [PagedLayer(buffer, start, page, page) for start in (0, half)]
-        starts = range(0, 2 * half, half // layers)
+            return [PagedLayer(buffer, start, page, page) for start in range(0, self._halves * half, half)]
+        starts = range(0, self._halves * half, half // layers)
         return [PagedLayer(buffer, start, row_bytes, row_bytes) for start in starts]

@@ -29,10 +29,16 @@ MOST_DEADLINE_S = 10.0
 """SGLang waits this long for its storage threads when it resets its cache."""
 
 SERVED_ARCHITECTURES = (
-    "GemmaForCausalLM", "GraniteForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "Olmo2ForCausalLM",
-    "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
+    "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM",
+    "GemmaForCausalLM", "GraniteForCausalLM", "LagunaForCausalLM", "LlamaForCausalLM", "MellumForCausalLM",
+    "MistralForCausalLM", "Olmo2ForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
 )  # fmt: skip
 """The served models, by the name of their class: those that a test covers."""
+SERVED_WITH_WINDOWS = (
+    "Gemma2ForCausalLM", "Gemma3ForCausalLM", "LagunaForCausalLM", "MellumForCausalLM", "MistralForCausalLM",
+    "Phi3ForCausalLM",
+)  # fmt: skip
 SERVED_DEVICES = ("cpu", "cuda")
 SERVED_DTYPES = ("torch.bfloat16", "torch.float16", "torch.float32")
 
@@ -69,18 +75,17 @@ class BackendSettings:
 
 def check_engine(config: Any) -> None:
     """Raises ConfigError for an engine that is not served. `config`: its HiCacheStorageConfig."""
-    for what, hint in (*_refusals_of_model(config), *_refusals_of_options(config)):
+    for what, hint in (*_refusals_of_model(), *_refusals_of_options(config)):
         raise ConfigError(what, hint)
 
 
-def _refusals_of_model(config: Any) -> Iterator[tuple[str, str]]:
+def _refusals_of_model() -> Iterator[tuple[str, str]]:
     """Yields why a model is not served."""
     model = process_model_config()
     without = "leave out --hicache-storage-backend"
     [architecture] = model.hf_config.architectures[:1] or ["unknown"]
-    if config.is_mla_model:
-        yield f"the model {architecture} has latent attention", f"no test covers it: {without}"
-    if model.is_hybrid_swa or model.sliding_window_size:
+    has_windows = model.is_hybrid_swa or model.sliding_window_size
+    if has_windows and architecture not in SERVED_WITH_WINDOWS:
         yield f"the model {architecture} has sliding windows", f"no test covers it: {without}"
     if model.is_multimodal:
         yield f"the model {architecture} takes more than text", f"no test covers it: {without}"
@@ -89,6 +94,8 @@ def _refusals_of_model(config: Any) -> Iterator[tuple[str, str]]:
         yield f"no test covers the model {architecture}", f"served are {served}: {without}"
     if not model.is_generation:
         yield f"the model {architecture} does not generate text", without
+    if model.quantization is not None:
+        yield f"the weights are quantized ({model.quantization})", f"no test covers it: {without}"
     if str(model.dtype) not in SERVED_DTYPES:
         yield f"--dtype is {model.dtype}", f"served are {', '.join(SERVED_DTYPES)}"
 

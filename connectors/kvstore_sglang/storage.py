@@ -3,7 +3,10 @@
 SGLang calls it from its own threads: one asks which pages are stored, one loads, one stores. No call delays a
 step of the engine. Refusals are raised while the engine starts; afterwards, every failure is a miss.
 
-Not covered: pools beside that of full attention (sliding windows, states, drafts), which are refused.
+A model with windows may have a host pool for their layers beside that of full attention. Each pool has a
+namespace. SGLang uses the functions `..._v2` for the second pool.
+
+Not covered: pools of states and drafts, which are refused.
 """
 
 from __future__ import annotations
@@ -16,7 +19,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from kvstore import Client, ExceptionBarrier, Key, Namespace, Put, Reservation
@@ -24,11 +33,12 @@ from kvstore.errors import ConfigError
 from kvstore_sglang.identity import layout_of, model_name
 from kvstore_sglang.pages import HostPages
 from kvstore_sglang.settings import BackendSettings, check_engine
-from kvstore_sglang.weights import Naming, changed, watch_updates
+from kvstore_sglang.weights import changed, naming_of, watch_updates, weights_of
 
 logger = logging.getLogger("sglang.kvstore")
 
 _GB = 1e9
+_SERVED_POOLS = (PoolName.KV, PoolName.SWA)
 
 
 class HiCacheKVStore(HiCacheStorage):  # type: ignore[misc, unused-ignore]
@@ -44,15 +54,16 @@ class HiCacheKVStore(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         watch_updates()
         self._config = storage_config
         self._settings = settings
-        self._naming = Naming(settings.weights_revision)
+        weights = weights_of(settings.weights_revision)
+        self._naming = naming_of(weights)
         # A revision may name the weights of several models, so the path counts.
-        self._model = settings.model or model_name(self._naming.by_content)
+        self._model = settings.model or model_name(weights.by_content)
         self._client = Client(settings.url or None, settings.token or None, settings.deadline_s)
         self._guard = ExceptionBarrier(logger)
         self.failures = self._guard.failures
         self._lock = threading.Lock()
-        self._pages: HostPages | None = None
-        self._namespace: Namespace | None = None
+        self._pages: dict[PoolName, HostPages] = {}
+        self._namespaces: dict[PoolName, Namespace] = {}
         self._stats = StorageMetrics()
         self._has_told_of_prefixes = False
 
@@ -61,18 +72,19 @@ class HiCacheKVStore(HiCacheStorage):  # type: ignore[misc, unused-ignore]
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Takes the host pool of full attention. Raises ConfigError if it is not served."""
         super().register_mem_pool_host(mem_pool_host)
-        pages = HostPages(mem_pool_host)
-        with self._lock:
-            self._pages, self._namespace = pages, None
+        self._register(mem_pool_host, PoolName.KV)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Refuses pools beside that of full attention, with ConfigError."""
+        """Takes a host pool of a model that has several. Raises ConfigError if it is not served."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
-        if host_pool_name != PoolName.KV:
+        if host_pool_name not in _SERVED_POOLS:
             raise ConfigError(
                 f"the model has a host pool {host_pool_name!s} beside its keys and values",
-                "models with full attention alone are served: leave out --hicache-storage-backend",
+                "no test covers it: leave out --hicache-storage-backend",
             )
+        # SGLang has registered the pool of full attention before.
+        if host_pool_name != PoolName.KV:
+            self._register(host_pool, PoolName(host_pool_name))
 
     def close(self) -> None:
         """Closes all connections; later calls miss."""
@@ -90,26 +102,56 @@ class HiCacheKVStore(HiCacheStorage):  # type: ignore[misc, unused-ignore]
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Fills pages of the host pool; returns which are filled: the leading ones that arrive in time."""
-        filled = 0
         with self._guard("batch_get_v1"):
-            namespace, pages = self._open()
-            if namespace and pages:
-                began = time.perf_counter()
-                filled = self._load(namespace, pages, _decoded(keys), pages.ids(host_indices, len(keys)))
-                self._note("prefetch", filled, pages.page_bytes, began)
-        return [i < filled for i in range(len(keys))]
+            return self._get(PoolName.KV, keys, host_indices)
+        return [False] * len(keys)
 
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Stores pages of the host pool; returns for each whether all are stored."""
         with self._guard("batch_set_v1"):
-            namespace, pages = self._open()
-            if namespace and pages:
-                began = time.perf_counter()
-                ids = pages.ids(host_indices, len(keys))
-                stored = self._store(namespace, pages, _decoded(keys), ids, self._parent(extra_info))
-                self._note("backup", stored, pages.page_bytes, began)
-                return [stored == len(keys)] * len(keys)
+            return self._set(PoolName.KV, keys, host_indices, self._parent(extra_info))
         return [False] * len(keys)
+
+    def batch_exists_v2(
+        self, keys: list[str], pool_transfers: list[PoolTransfer] | None = None, extra_info: Any = None
+    ) -> PoolTransferResult:
+        """Returns which leading pages can be loaded, of a model with windows.
+
+        A prefix can be loaded if all its pages of full attention are stored, and the pages at its end of the
+        pools in `pool_transfers`: as many as a transfer has keys, of which the names do not count.
+        """
+        transfers = pool_transfers or []
+        with self._guard("batch_exists_v2"):
+            opened = [self._open(name)[0] for name in (PoolName.KV, *(each.name for each in transfers))]
+            full, *others = [namespace for namespace in opened if namespace]
+            if len(others) == len(transfers):
+                decoded = _decoded(keys)
+                [prefix], masks = self._client.lookup(
+                    [(full, decoded, None, None)], [(namespace, decoded) for namespace in others]
+                )
+                return _restorable(prefix.blocks, list(zip(transfers, masks, strict=True)))
+        return PoolTransferResult.empty()
+
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: Any = None
+    ) -> dict[PoolName, list[bool]]:
+        """Fills pages of several host pools, see `batch_get_v1`. The result has a list for each pool."""
+        results = {each.name: [False] * len(each.keys or ()) for each in transfers}
+        for each in transfers:
+            with self._guard("batch_get_v2"):
+                results[each.name] = self._get(each.name, each.keys or [], each.host_indices)
+        return results
+
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: Any = None
+    ) -> dict[PoolName, list[bool]]:
+        """Stores pages of several host pools, see `batch_set_v1`. The result has a list for each pool."""
+        results = {each.name: [False] * len(each.keys or ()) for each in transfers}
+        for each in transfers:
+            with self._guard("batch_set_v2"):
+                parent = self._parent(extra_info) if each.name == PoolName.KV else None
+                results[each.name] = self._set(each.name, each.keys or [], each.host_indices, parent)
+        return results
 
     def exists(self, key: str) -> bool:
         """Returns whether a page is stored."""
@@ -123,9 +165,10 @@ class HiCacheKVStore(HiCacheStorage):  # type: ignore[misc, unused-ignore]
     def clear(self) -> None:
         """Deletes the stored pages of this engine's model and tenant. Needs the role admin."""
         with self._guard("clear"):
-            namespace, _ = self._open()
-            if namespace:
-                logger.info("deleted %d blocks of %s", namespace.invalidate(), self._model)
+            for name in list(self._pages):
+                namespace, _ = self._open(name)
+                if namespace:
+                    logger.info("deleted %d blocks of %s (%s)", namespace.invalidate(), self._model, name)
 
     def get_stats(self) -> StorageMetrics:
         """Returns pages and GB/s of each transfer since the last call, for SGLang's metrics."""
@@ -156,16 +199,42 @@ class HiCacheKVStore(HiCacheStorage):  # type: ignore[misc, unused-ignore]
 
     # -- within
 
-    def _open(self) -> tuple[Namespace | None, HostPages | None]:
-        """Returns the namespace and the pages; no namespace while the weights have no name."""
+    def _register(self, pool: Any, name: PoolName) -> None:
+        pages = HostPages(pool)
+        with self._lock:
+            self._pages[name] = pages
+            self._namespaces.pop(name, None)
+
+    def _open(self, name: PoolName = PoolName.KV) -> tuple[Namespace | None, HostPages | None]:
+        """Returns the namespace and the pages of a pool; no namespace while the weights have no name."""
         if changed.is_set():
             return None, None
         with self._lock:
-            pages = self._pages
-            if self._namespace is None and pages is not None and (revision := self._naming.revision()):
-                layout = layout_of(self._config, pages, self._model, revision)
-                self._namespace = self._client.namespace(layout)
-            return self._namespace, pages
+            pages = self._pages.get(name)
+            if name not in self._namespaces and pages is not None and (revision := self._naming.known()):
+                layout = layout_of(self._config, pages, self._model, revision, name)
+                self._namespaces[name] = self._client.namespace(layout)
+            return self._namespaces.get(name), pages
+
+    def _get(self, name: PoolName, keys: list[str], host_indices: Any) -> list[bool]:
+        """Fills pages of a pool; returns which are filled."""
+        namespace, pages = self._open(name)
+        if not namespace or not pages:
+            return [False] * len(keys)
+        began = time.perf_counter()
+        filled = self._load(namespace, pages, _decoded(keys), pages.ids(host_indices, len(keys)))
+        self._note("prefetch", filled, pages.page_bytes, began)
+        return [i < filled for i in range(len(keys))]
+
+    def _set(self, name: PoolName, keys: list[str], host_indices: Any, parent: Key | None) -> list[bool]:
+        """Stores pages of a pool; returns for each whether all are stored."""
+        namespace, pages = self._open(name)
+        if not namespace or not pages:
+            return [False] * len(keys)
+        began = time.perf_counter()
+        stored = self._store(namespace, pages, _decoded(keys), pages.ids(host_indices, len(keys)), parent)
+        self._note("backup", stored, pages.page_bytes, began)
+        return [stored == len(keys)] * len(keys)
 
     def _load(
         self, namespace: Namespace, pages: HostPages, keys: Sequence[Key], ids: npt.NDArray[np.int64]
@@ -238,3 +307,23 @@ class HiCacheKVStore(HiCacheStorage):  # type: ignore[misc, unused-ignore]
 def _decoded(keys: Sequence[str]) -> list[Key]:
     """Returns SGLang's hashes, hexadecimal digits, as keys."""
     return [bytes.fromhex(key) for key in keys]
+
+
+def _restorable(stored: int, pools: list[tuple[PoolTransfer, npt.NDArray[np.bool_]]]) -> PoolTransferResult:
+    """Returns which prefixes of `stored` pages can be loaded. `pools`: which pages of others are stored."""
+    lengths = np.arange(1, stored + 1)
+    every = np.ones(stored, np.bool_)
+    hits = {PoolName.KV: stored} if stored else {}
+    for transfer, mask in pools:
+        if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
+            raise ValueError(f"the pool {transfer.name} has the policy {transfer.hit_policy.value}")
+        is_window = transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES
+        needed = np.minimum(max(1, len(transfer.keys or ())), lengths) if is_window else lengths
+        # How many pages are stored without a gap up to the end of each prefix.
+        gaps = np.maximum.accumulate(np.where(mask[:stored], 0, lengths))
+        good = lengths - gaps >= needed
+        if good.any():
+            hits[transfer.name] = int(lengths[good][-1])
+        every &= good
+    prefixes = lengths[every].tolist()
+    return PoolTransferResult(prefixes[-1] if prefixes else 0, hits, prefixes)

@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-from kvstore import Client, ExceptionBarrier, Layout
+from kvstore import Client, ExceptionBarrier, Layout, WeightsNaming
 from kvstore.errors import ConfigError
 from kvstore_vllm import identity
 from kvstore_vllm.groups import Group, groups_of, in_parts
@@ -34,7 +34,7 @@ from kvstore_vllm.metrics import Figures, PromMetrics
 from kvstore_vllm.pages import check_covered, pages_of
 from kvstore_vllm.scheduler import SchedulerHalf
 from kvstore_vllm.settings import ConnectorSettings, check_engine, check_model, drops_last_block, why_off
-from kvstore_vllm.weights import Naming, draft_of, weights_of
+from kvstore_vllm.weights import draft_of, weights_of
 from kvstore_vllm.worker import IDLE_S, NULL_BLOCK, GroupMemory, WorkerHalf
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._memory: list[GroupMemory] = []
-        self._naming: Naming | None = None
+        self._naming: WeightsNaming | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(
                 self._client,
@@ -99,7 +99,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             self._weights = weights_of(vllm_config, settings.weights_revision)
             self._draft = draft_of(vllm_config, settings.weights_revision)
-            self._naming = Naming([each for each in (self._weights, self._draft) if each])
+            self._naming = WeightsNaming([each for each in (self._weights, self._draft) if each])
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:

@@ -38,7 +38,7 @@ from kvstore import Client, ExceptionBarrier, Layout, Namespace
 from kvstore.errors import ConfigError, MisuseError
 from kvstore_vllm import identity
 from kvstore_vllm.settings import TierSettings, check_tiered_engine
-from kvstore_vllm.weights import named_by_content, weights_of
+from kvstore_vllm.weights import Weights, weights_of
 
 logger = logging.getLogger("vllm.kvstore")
 
@@ -314,7 +314,7 @@ def layouts_of(
 
     Layers may be in other processes. So what selects their kernels is part of it, beside their names.
     """
-    offloading, model, by_content = spec.config, config.model_config, named_by_content(revision)
+    offloading, model, by_content = spec.config, config.model_config, Weights.is_by_content(revision)
     layers = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
     kernels, scales = identity.backends(config, layers)
     packages = [(name, _version(name)) for name in sorted(_KERNEL_PACKAGES)]

@@ -120,7 +120,7 @@ REFUSALS = {
     ],
     "sglang": [
         "has sliding windows",
-        "has latent attention",
+        "the weights are quantized",
         "no test covers the model",
         "takes more than text",
         "does not generate text",

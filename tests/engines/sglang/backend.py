@@ -1,6 +1,7 @@
 """The backend with a door for tests: which namespace it has, and exceptions in its functions.
 
-The folder that `TEST_FOLDER` names has the files `layout-RANK`, `place`, `raised` and `escaped`.
+The folder that `TEST_FOLDER` names has the files `layout-RANK`, `layout-RANK-POOL`, `place`, `raised` and
+`escaped`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ PLACES = {
     "pages.ids": (kvstore_sglang.pages.HostPages, "ids"),
     "pages.save": (kvstore_sglang.pages.HostPages, "save"),
     "pages.load": (kvstore_sglang.pages.HostPages, "load"),
+    "restorable": (kvstore_sglang.storage, "_restorable"),
     "client.put": (Client, "put"),
+    "client.lookup": (Client, "lookup"),
     "namespace.lookup": (Namespace, "lookup"),
     "namespace.acquire": (Namespace, "acquire"),
 }
@@ -52,17 +55,17 @@ def _raising(place: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _watched(hook: Callable[..., Any], *arguments: Any) -> Any:
+def _watched(hook: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Calls a hook of SGLang. Notes an exception, which SGLang logs alone, in the file `escaped`."""
     try:
-        return hook(*arguments)
+        return hook(*arguments, **options)
     except BaseException as error:
         (Path(os.environ[TEST_FOLDER]) / "escaped").write_text(repr(error))
         raise
 
 
 class Watched(HiCacheKVStore):
-    """Writes its layout to the file `layout-RANK`."""
+    """Writes its layouts to the files `layout-RANK`, and `layout-RANK-POOL` for a pool of windows."""
 
     def __init__(self, *arguments: Any) -> None:
         for place, (owner, name) in PLACES.items():
@@ -78,9 +81,19 @@ class Watched(HiCacheKVStore):
     def batch_set_v1(self, *arguments: Any) -> list[bool]:
         return list(_watched(super().batch_set_v1, *arguments))
 
-    def _open(self) -> Any:
-        namespace, pages = super()._open()
-        file = Path(os.environ[TEST_FOLDER]) / f"layout-{self._config.tp_rank + self._config.pp_rank}"
+    def batch_exists_v2(self, *arguments: Any) -> Any:
+        return _watched(super().batch_exists_v2, *arguments)
+
+    def batch_get_v2(self, *arguments: Any, **options: Any) -> Any:
+        return _watched(super().batch_get_v2, *arguments, **options)
+
+    def batch_set_v2(self, *arguments: Any, **options: Any) -> Any:
+        return _watched(super().batch_set_v2, *arguments, **options)
+
+    def _open(self, *pool: Any) -> Any:
+        namespace, pages = super()._open(*pool)
+        name = f"layout-{self._config.tp_rank + self._config.pp_rank}"
+        file = Path(os.environ[TEST_FOLDER]) / "-".join([name, *(each for each in pool if each != "kv")])
         if namespace is not None and not file.exists():
             file.write_text(json.dumps(asdict(namespace.layout)))
         return namespace, pages

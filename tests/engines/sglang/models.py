@@ -28,7 +28,9 @@ SMALL = {
 def make_model(folder: Path, family: str = "Llama", seed: int = 0, **config: Any) -> Path:
     """A random model of 4 layers in `folder`. `family`: as transformers names its classes."""
     torch.manual_seed(seed)
-    made = getattr(transformers, f"{family}Config")(**SMALL | config)
+    # Configurations of models for images have one for text within.
+    of_text = getattr(transformers, f"{family}TextConfig", getattr(transformers, f"{family}Config"))
+    made = of_text(**SMALL | config)
     model = getattr(transformers, f"{family}ForCausalLM")(made)
     model.to(torch.float32).save_pretrained(folder)
     return folder

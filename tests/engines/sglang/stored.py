@@ -21,8 +21,9 @@ def watched(daemon: LocalDaemon, folder: Path, **options: Any) -> dict[str, Any]
     return {"environment": {TEST_FOLDER: str(folder)}, **hicache(daemon, backend=backend, **options)}
 
 
-def layout_of(folder: Path, rank: int = 0) -> Layout:
-    return Layout(**json.loads((folder / f"layout-{rank}").read_text()))
+def layout_of(folder: Path, rank: int = 0, pool: str = "") -> Layout:
+    """`pool`: "swa" for that of windows."""
+    return Layout(**json.loads((folder / "-".join(filter(None, [f"layout-{rank}", pool]))).read_text()))
 
 
 def keys_of(tokens: list[int], page_tokens: int) -> list[bytes]:

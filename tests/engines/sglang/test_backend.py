@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +18,7 @@ from tests.engines.sglang.package import (
     HiCacheKVStore,
     HostTensorAllocator,
     MHATokenToKVPoolHost,
+    MLATokenToKVPoolHost,
     pages,
     storage,
     weights,
@@ -34,6 +35,20 @@ def make_pool(
     pool = object.__new__(MHATokenToKVPoolHost)
     pool.layout, pool.page_size, pool.page_num, pool.size = layout, page_tokens, count, count * page_tokens
     pool.layer_num, pool.head_num, pool.head_dim, pool.v_head_dim = 3, 2, 8, 8
+    return filled(pool, dtype)
+
+
+def make_latent_pool(
+    layout: str = "page_first", page_tokens: int = 16, dtype: Any = torch.bfloat16, count: int = PAGES
+) -> Any:
+    """That of latent attention, see `make_pool`."""
+    pool = object.__new__(MLATokenToKVPoolHost)
+    pool.layout, pool.page_size, pool.page_num, pool.size = layout, page_tokens, count, count * page_tokens
+    pool.layer_num, pool.kv_lora_rank, pool.qk_rope_head_dim, pool.kv_cache_dim = 3, 16, 8, 24
+    return filled(pool, dtype)
+
+
+def filled(pool: Any, dtype: Any) -> Any:
     pool.dtype, pool.device, pool.pin_memory = dtype, "cpu", False
     pool.allocator, pool._transfer_device = HostTensorAllocator(), torch.device("cpu")
     pool.kv_buffer = pool.init_kv_buffer()
@@ -69,8 +84,8 @@ def backend(monkeypatch: pytest.MonkeyPatch, daemon: LocalDaemon) -> Iterator[An
     monkeypatch.setattr(
         storage,
         "layout_of",
-        lambda config, pool_pages, model, revision: Layout(
-            model, pool_pages.page_bytes, revision, kv_layout=pool_pages.layout
+        lambda config, pool_pages, model, revision, pool: Layout(
+            model, pool_pages.page_bytes, revision, kv_layout=f"{pool} {pool_pages.layout}"
         ),
     )
     options = {"url": daemon.url, "deadline_s": 5.0, "weights_revision": "1", "model": name}
@@ -83,8 +98,11 @@ def backend(monkeypatch: pytest.MonkeyPatch, daemon: LocalDaemon) -> Iterator[An
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("page_tokens", [1, 16, 64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_pages_come_back_bit_for_bit(backend: Any, layout: str, page_tokens: int, dtype: Any) -> None:
-    pool = make_pool(layout, page_tokens, dtype)
+@pytest.mark.parametrize("make", [make_pool, make_latent_pool])
+def test_pages_come_back_bit_for_bit(
+    backend: Any, make: Callable[..., Any], layout: str, page_tokens: int, dtype: Any
+) -> None:
+    pool = make(layout, page_tokens, dtype)
     backend.register_mem_pool_host(pool)
     keys, before = some_keys(3), [page(pool, n) for n in range(PAGES)]
     assert backend.batch_set_v1(keys, indices(pool, 5, 0, 2), behind()) == [True] * 3
@@ -107,7 +125,7 @@ def test_parents_are_known_from_prefix_keys(backend: Any, daemon: LocalDaemon) -
     assert all(backend.batch_set_v1(keys[2:], indices(pool, 2, 3), behind(*keys[:2])))
     with Client(daemon.url, deadline_s=5.0) as client:
         decoded = [bytes.fromhex(key) for key in keys]
-        namespace = client.namespace(backend._namespace.layout)
+        namespace = client.namespace(backend._namespaces["kv"].layout)
         # A block with children leaves a hole, so the chain is whole again with one put.
         assert namespace.invalidate(decoded[1:2]) == 1
         assert namespace.lookup(decoded) == 1
@@ -216,9 +234,12 @@ def test_other_pools_are_refused(backend: Any) -> None:
         pages.HostPages(object.__new__(AsymmetricMHATokenToKVPoolHost))
     with pytest.raises(ConfigError, match="--hicache-mem-layout is page_head"):
         pages.HostPages(make_pool("page_head"))
+    with pytest.raises(ConfigError, match="--hicache-mem-layout is page_unified"):
+        pages.HostPages(make_latent_pool("page_unified"))
     with pytest.raises(ConfigError, match=r"a page is too large for a block: .*a smaller --page-size"):
         pages.HostPages(make_pool(page_tokens=1 << 19, count=1))
     backend.register_mem_host_pool_v2(make_pool(), "kv")
-    for name in ("mamba", "swa", "draft"):
+    backend.register_mem_host_pool_v2(make_pool(), "swa")
+    for name in ("mamba", "indexer", "draft"):
         with pytest.raises(ConfigError, match=f"a host pool {name} beside"):
             backend.register_mem_host_pool_v2(make_pool(), name)

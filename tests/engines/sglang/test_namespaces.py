@@ -127,7 +127,12 @@ def test_a_wrong_token_costs_only_hits(plain: Engine, model: Path, shared: Tenan
         ("Llama", {}, {"deadline_s": "soon"}, "deadline_s is 'soon' (a float)"),
         ("Llama", {}, {"interface_v1": None}, "interface_v1 is not set"),
         ("Llama", {}, {"engine": {"load_format": "dummy"}}, "with --load-format dummy nothing tells"),
-        ("Mistral", {"sliding_window": 64}, {}, "the model MistralForCausalLM has sliding windows"),
+        (
+            "Qwen2",
+            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0},
+            {},
+            "the model Qwen2ForCausalLM has sliding windows",
+        ),
         ("StableLm", {}, {}, "no test covers the model StableLmForCausalLM"),
     ],
 )

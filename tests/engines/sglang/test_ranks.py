@@ -1,4 +1,7 @@
-"""Several ranks: each shard has blocks of its own, and a page counts if all shards have it."""
+"""Several ranks: each shard has blocks of its own, and a page counts if all shards have it.
+
+With latent attention, all tensor-parallel ranks have the same blocks, which are stored once.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import pytest
 from kvstore import Client
 from kvstore.lab.local_daemon import LocalDaemon
 from tests.engines.sglang.engine import Engine, full_pages, hicache, prompt, same
+from tests.engines.sglang.shapes import SHAPES
 from tests.engines.sglang.stored import keys_of, layout_of, watched, zero
 
 ONE_CORE_EACH = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
@@ -46,6 +50,25 @@ def test_a_second_process_loads_the_blocks_of_both_shards(
         zero(daemon, layouts[1], keys)
         answers = second.fresh(ASKED)
         assert (same(answers, expected), answers[0].stored) == (False, whole)
+
+
+def test_ranks_with_the_same_latents_have_one_copy(daemon: LocalDaemon, tmp_path: Path) -> None:
+    model, folder = SHAPES["deepseek v2"].save(tmp_path / "model"), tmp_path / "layouts"
+    with Client(daemon.url, deadline_s=10.0) as client:
+        before = client.status()["counters"].get("stored_blocks", 0)
+        with Engine(model, **sharded(daemon, folder)) as first:
+            expected = first.store(ASKED)
+        keys, layouts = keys_of(ASKED[0], 16), [layout_of(folder, rank) for rank in range(2)]
+        assert layouts[0] == layouts[1]
+        assert client.namespace(layouts[0]).lookup(keys) == len(keys)
+        # What is generated fills a page at most.
+        assert len(keys) <= client.status()["counters"]["stored_blocks"] - before <= len(keys) + 1
+    with Engine(model, **sharded(daemon, folder)) as second:
+        answers = second.fresh(ASKED)
+        assert (same(answers, expected), answers[0].stored) == (True, full_pages(300))
+        zero(daemon, layouts[0], keys)
+        answers = second.fresh(ASKED)
+        assert (same(answers, expected), answers[0].stored) == (False, full_pages(300))
 
 
 def test_another_number_of_shards_shares_nothing(model: Path, daemon: LocalDaemon, tmp_path: Path) -> None:

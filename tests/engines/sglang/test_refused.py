@@ -54,8 +54,9 @@ MODEL = {
     "is_multimodal": False,
     "is_generation": True,
     "dtype": "torch.bfloat16",
+    "quantization": None,
 }
-CONFIG = {"is_mla_model": False, "attn_cp_size": 1, "dcp_size": 1}
+CONFIG = {"attn_cp_size": 1, "dcp_size": 1}
 OPTIONS = {
     "get_device": {"device": "cuda"},
     "get_disagg": {"disaggregation_mode": "null"},
@@ -95,15 +96,15 @@ def test_a_served_engine_passes(check: Callable[..., None]) -> None:
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
-        ({"config": {"is_mla_model": True}}, "has latent attention"),
-        ({"model": {"is_hybrid_swa": True}}, "has sliding windows"),
-        ({"model": {"sliding_window_size": 4096}}, "has sliding windows"),
+        ({"model": {"is_hybrid_swa": True}}, "the model LlamaForCausalLM has sliding windows"),
+        ({"model": {"sliding_window_size": 4096}}, "the model LlamaForCausalLM has sliding windows"),
         ({"model": {"is_multimodal": True}}, "takes more than text"),
         ({"model": {"is_generation": False}}, "does not generate text"),
+        ({"model": {"quantization": "fp8"}}, "the weights are quantized .fp8"),
         ({"model": {"dtype": "torch.float8_e4m3fn"}}, "--dtype is torch.float8_e4m3fn"),
         (
             {"model": {"hf_config": SimpleNamespace(architectures=["MambaForCausalLM"])}},
-            "no test covers the model MambaForCausalLM .served are GemmaForCausalLM, ",
+            "no test covers the model MambaForCausalLM .served are DeepseekV2ForCausalLM, ",
         ),
         ({"config": {"attn_cp_size": 2}}, "--attn-cp-size is 2"),
         ({"config": {"dcp_size": 2}}, "--dcp-size is 2"),
@@ -130,7 +131,7 @@ def named(monkeypatch: pytest.MonkeyPatch, path: str, load_format: str = "auto",
     config = SimpleNamespace(hf_config=SimpleNamespace(_commit_hash=commit))
     monkeypatch.setattr(names_of, "get_model", lambda: options)
     monkeypatch.setattr(names_of, "process_model_config", lambda: config)
-    return names_of.Naming("")
+    return names_of.naming_of(names_of.weights_of(""))
 
 
 def test_weights_are_named_by_their_commit_in_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,16 +12,39 @@ from tests.engines.sglang.shapes import SHAPES
 from tests.engines.sglang.stored import keys_of, layout_of, watched, zero
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_a_hit_answers_as_computed(daemon: LocalDaemon, tmp_path: Path, name: str) -> None:
-    asked = prompt(300, 200)
-    folder = tmp_path / "watched"
-    model = SHAPES[name].save(tmp_path / "model")
-    with Engine(model, **watched(daemon, folder, weights_revision=name)) as engine:
+def check_hit(
+    daemon: LocalDaemon,
+    folder: Path,
+    name: str,
+    layout: str = "page_first_direct",
+    page_tokens: int = 16,
+) -> None:
+    asked, whole = prompt(300, 200), full_pages(200, page_tokens)
+    model = SHAPES[name].save(folder / "model")
+    how = watched(
+        daemon,
+        folder / "watched",
+        layout=layout,
+        engine={"page_size": page_tokens},
+        weights_revision=f"{name} {layout}",
+    )
+    with Engine(model, **how) as engine:
         computed = engine.store([asked])
         loaded = engine.fresh([asked])
-        assert (computed[0].cached, loaded[0].stored) == (0, full_pages(200))
+        assert (computed[0].cached, loaded[0].stored) == (0, whole)
         assert same(loaded, computed)
-        zero(daemon, layout_of(folder), keys_of(asked, 16))
+        zero(daemon, layout_of(folder / "watched"), keys_of(asked, page_tokens))
         changed = engine.fresh([asked])
-        assert (changed[0].stored, same(changed, computed)) == (full_pages(200), False)
+        assert (changed[0].stored, same(changed, computed)) == (whole, False)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_hit_answers_as_computed(daemon: LocalDaemon, tmp_path: Path, name: str) -> None:
+    check_hit(daemon, tmp_path, name)
+
+
+@pytest.mark.parametrize(
+    ("layout", "page_tokens"), [("layer_first", 16), ("layer_first", 1), ("page_first_direct", 64)]
+)
+def test_layouts_of_latents(daemon: LocalDaemon, tmp_path: Path, layout: str, page_tokens: int) -> None:
+    check_hit(daemon, tmp_path, "deepseek v2", layout, page_tokens)

@@ -47,7 +47,7 @@ from vllm.v1.request import Request  # noqa: E402
 from vllm.v1.worker import cpu_worker  # noqa: E402, F401
 
 from kvstore.errors import UnavailableError  # noqa: E402
-from kvstore_vllm import weights  # noqa: E402
+from kvstore.weights import naming  # noqa: E402
 from kvstore_vllm.connector import KVStoreConnector  # noqa: E402
 from kvstore_vllm.metrics import Figures  # noqa: E402
 from tests.engines.vllm.overlap import overlap_steps  # noqa: E402
@@ -316,14 +316,14 @@ class Served:
 
     def hold_digest(self) -> None:
         """Files of weights are not read before `let_digest_go_on`: large ones would take as long."""
-        digest = weights.files_digest
+        digest = naming.files_digest
 
         def late(*arguments: Any) -> Any:
             self._held.wait()
             return digest(*arguments)
 
         self._held.clear()
-        weights.files_digest = late
+        naming.files_digest = late
 
     def let_digest_go_on(self) -> None:
         """Ends `hold_digest`."""

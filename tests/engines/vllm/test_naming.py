@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from kvstore import Client, Layout
+from kvstore import Client, Layout, WeightsNaming
 from kvstore.errors import ConfigError
 from kvstore.lab.local_daemon import LocalDaemon
-from kvstore_vllm import weights
+from kvstore.weights import naming
 from kvstore_vllm.connector import KVStoreConnector
 from kvstore_vllm.messages import Handshake
 from kvstore_vllm.metrics import NAMING, NOT_STORED, UNNAMED
-from kvstore_vllm.weights import Naming, Weights
+from kvstore_vllm.weights import Weights
 from tests.daemons import names
 from tests.engines.vllm.engine import Engine, cached, connector, full_blocks, prompt, said
 from tests.engines.vllm.models import make_model
@@ -35,67 +35,67 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(b"weights")
     started_ns = (folder / "model.safetensors").stat().st_ctime_ns + 1
-    monkeypatch.setattr(weights, "process_started_ns", lambda: started_ns)
+    monkeypatch.setattr(naming, "process_started_ns", lambda: started_ns)
     return folder
 
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Files are not read before this is set."""
-    event, digest = threading.Event(), weights.files_digest
+    event, digest = threading.Event(), naming.files_digest
 
     def late(*arguments: Any) -> Any:
         assert event.wait(30)
         return digest(*arguments)
 
-    monkeypatch.setattr(weights, "files_digest", late)
+    monkeypatch.setattr(naming, "files_digest", late)
     yield event
     event.set()
 
 
 def test_known_names_are_there_at_once(held: threading.Event) -> None:
     for known in ([Weights("commit:0123")], [Weights("a"), Weights("a")]):
-        naming = Naming(known)
-        assert naming.wait(0)
-        assert naming.revision() == known[0].name
-    assert Naming([Weights("a"), Weights("b")]).revision() == "a, draft b"
+        made = WeightsNaming(known)
+        assert made.wait(0)
+        assert made.revision() == known[0].name
+    assert WeightsNaming([Weights("a"), Weights("b")]).revision() == "a, draft b"
 
 
 def test_the_start_waits_for_a_name_only_a_short_time(files: Path, held: threading.Event) -> None:
-    naming = Naming([Weights(path=files)])
+    made = WeightsNaming([Weights(path=files)])
     began_s = time.monotonic()
-    assert not naming.wait_at_start()
+    assert not made.wait_at_start()
     assert 0.1 < time.monotonic() - began_s < 5
     threading.Timer(0.05, held.set).start()
-    assert naming.wait_at_start() or naming.wait(30)
+    assert made.wait_at_start() or made.wait(30)
 
 
 def test_the_name_is_that_of_the_content(files: Path, held: threading.Event) -> None:
-    naming = Naming([Weights(path=files)])
-    assert not naming.wait(0.05)
+    made = WeightsNaming([Weights(path=files)])
+    assert not made.wait(0.05)
     held.set()
-    assert naming.wait(30)
-    assert naming.revision() == Weights(path=files).revision()
+    assert made.wait(30)
+    assert made.revision() == Weights(path=files).revision()
 
 
 def test_what_is_seen_without_reading_ends_the_start(files: Path, held: threading.Event) -> None:
     time.sleep(0.02)  # a tick of the file system's clock
     (files / "model.safetensors").write_bytes(b"others!")
     with pytest.raises(ConfigError, match=r"model.safetensors in .* was changed after the engine started"):
-        Naming([Weights(path=files)])
+        WeightsNaming([Weights(path=files)])
     (files / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"no files of a model.*set weights_revision"):
-        Naming([Weights("a"), Weights(path=files / "empty")])
+        WeightsNaming([Weights("a"), Weights(path=files / "empty")])
 
 
 def test_files_that_change_before_they_are_read_have_no_name(files: Path, held: threading.Event) -> None:
-    naming = Naming([Weights(path=files)])
+    made = WeightsNaming([Weights(path=files)])
     time.sleep(0.02)
     (files / "model.safetensors").write_bytes(b"others!")
     held.set()
-    assert naming.wait(30)
+    assert made.wait(30)
     with pytest.raises(ConfigError, match=r"model.safetensors in .* was changed after the engine started"):
-        naming.revision()
+        made.revision()
 
 
 # -- the halves

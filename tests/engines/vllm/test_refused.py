@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvstore.errors import ConfigError
-from kvstore_vllm import weights
+from kvstore.weights import naming
 from kvstore_vllm.settings import ConnectorSettings, check_engine, check_tiered_engine, why_off
 from kvstore_vllm.weights import weights_of
 
@@ -300,7 +300,7 @@ def model_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def start_after(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes this process one that started after the last change."""
     changed_ns = max(file.stat().st_ctime_ns for file in folder.iterdir())
-    monkeypatch.setattr(weights, "process_started_ns", lambda: changed_ns + 1)
+    monkeypatch.setattr(naming, "process_started_ns", lambda: changed_ns + 1)
 
 
 def test_weights_in_local_files_are_named_by_their_content(
@@ -325,7 +325,7 @@ def test_files_that_changed_after_the_start_are_refused(
 ) -> None:
     (model_files / "model.safetensors").write_bytes(b"others!")
     changed_ns = (model_files / "model.safetensors").stat().st_ctime_ns
-    monkeypatch.setattr(weights, "process_started_ns", lambda: changed_ns)
+    monkeypatch.setattr(naming, "process_started_ns", lambda: changed_ns)
     why = r"model.safetensors in .* was changed after the engine started.*restart.*set weights_revision"
     for _ in range(2):  # also if the digest is remembered
         with pytest.raises(ConfigError, match=why):
@@ -341,7 +341,7 @@ def test_a_folder_without_files_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_start_of_a_process_is_known() -> None:
-    code = "from kvstore_vllm.weights import process_started_ns; print(process_started_ns())"
+    code = "from kvstore import process_started_ns; print(process_started_ns())"
     before_ns = time.time_ns()
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     after_ns = time.time_ns()

@@ -11,21 +11,47 @@ from typing import Any
 import torch
 
 Tensors = list[torch.Tensor]
+_TORCH_NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 
 
 def install() -> None:
     """Gives SGLang the copies, and host pools that are not pinned. Called in each of its processes."""
-    from sglang.srt.mem_cache.pool_host import mha  # noqa: PLC0415 - SGLang imports plug-ins first
+    from sglang.srt.mem_cache.pool_host import mha, mla  # noqa: PLC0415 - SGLang imports plug-ins first
+    from sglang.srt.models.deepseek_common.attention_backend_handler import (  # noqa: PLC0415
+        AttentionBackendRegistry,
+    )
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415
 
-    for copy in (
-        transfer_kv_direct,
-        transfer_kv_all_layer_direct_lf_pf,
-        transfer_kv_per_layer_direct_pf_lf,
-    ):
-        setattr(mha, copy.__name__, copy)
-    pool = f"{mha.__name__}.{mha.MHATokenToKVPoolHost.__name__}"
-    HookRegistry.register(f"{pool}.__init__", _not_pinned, HookType.BEFORE)
+    for module, pool in ((mha, mha.MHATokenToKVPoolHost), (mla, mla.MLATokenToKVPoolHost)):
+        for copy in (
+            transfer_kv_direct,
+            transfer_kv_all_layer_direct_lf_pf,
+            transfer_kv_per_layer_direct_pf_lf,
+        ):
+            setattr(module, copy.__name__, copy)
+        name = f"{module.__name__}.{pool.__name__}"
+        HookRegistry.register(f"{name}.__init__", _not_pinned, HookType.BEFORE)
+    AttentionBackendRegistry.register("torch_native", _absorbed)
+    for name in ("_run_sdpa_forward_extend", "_run_sdpa_forward_decode"):
+        HookRegistry.register(f"{_TORCH_NATIVE}.{name}", _in_own_pool, HookType.BEFORE)
+
+
+def _absorbed(*_: Any) -> Any:
+    """Latent attention on the cached latents, always: `torch_native` cannot read keys that are not cached."""
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (  # noqa: PLC0415
+        AttnForwardMethod,
+    )
+
+    return AttnForwardMethod.MLA
+
+
+def _in_own_pool(backend: Any, *arguments: Any, **options: Any) -> tuple[Any, Any]:
+    """Gives a layer with a window the positions of its tokens in the pool of windows, not in the full one."""
+    if backend.use_sliding_window_kv_pool and options["sliding_window_size"] is not None:
+        [*before, positions] = arguments[:5]
+        own = backend.token_to_kv_pool.translate_loc_from_full_to_swa(positions)
+        arguments = (*before, own, *arguments[5:])
+    return (backend, *arguments), options
 
 
 def _not_pinned(*arguments: Any, **options: Any) -> tuple[Any, Any]:
