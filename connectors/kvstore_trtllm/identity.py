@@ -35,9 +35,9 @@ class Identity:
 
     @classmethod
     def of(cls, llm_args: Any, model: Model, options: ConnectorOptions) -> Identity:
-        """Returns the identity of an engine. Raises AttributeError for an engine of another release."""
+        """Returns the identity of an engine."""
         facts = {
-            "options": {name: getattr(llm_args, name) for name in _OF_ENGINE},
+            "options": {name: getattr(llm_args, name, None) for name in _OF_ENGINE},
             "torch": [torch.__version__, torch.get_float32_matmul_precision()],
         }
         digest = blake3(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest(16)

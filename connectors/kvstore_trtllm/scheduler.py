@@ -27,6 +27,8 @@ from kvstore_trtllm.weights import Naming, logger
 
 _MOST_REQUESTS = 8192
 """Requests that are remembered. TensorRT-LLM may end one without telling."""
+_REST_S = 5.0
+"""How long the store is not asked after a question that took the whole deadline: the engine waits for answers."""
 
 _NOT_IN_TOKENS = (
     "lora_task_id", "multimodal_hashes", "multimodal_positions", "multimodal_embedding", "prompt_embedding_table",
@@ -86,6 +88,7 @@ class KVStoreScheduler(KvCacheConnectorScheduler):
         self._ordered: deque[tuple[int, range]] = deque()
         self._requests: OrderedDict[int, _Request] = OrderedDict()
         self._number = 0
+        self._rests_until_s = 0.0
 
     # -- called by TensorRT-LLM
 
@@ -125,7 +128,7 @@ class KVStoreScheduler(KvCacheConnectorScheduler):
                 step.saves.extend(self._saves(data, is_new))
                 continue
             # What the step has added to the request is lost, and without it nothing later is right.
-            self._forget(data.request_id)
+            self._requests.pop(data.request_id, None)
         return step
 
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
@@ -142,13 +145,16 @@ class KVStoreScheduler(KvCacheConnectorScheduler):
 
     def _match(self, request: Any, computed: int) -> int:
         self._forget(request.request_id)  # asked again, its earlier promise is void
-        if not self._is_open() or any(getattr(request, name) is not None for name in _NOT_IN_TOKENS):
+        began_s = time.monotonic()
+        if began_s < self._rests_until_s or not self._is_open():
+            return 0
+        if any(getattr(request, name) is not None for name in _NOT_IN_TOKENS):
             return 0
         salt = request.cache_salt_id
         made = _Request(b"" if salt is None else b"salt %d" % salt, computed)
         tokens = request.get_tokens(0)
         keys = chain_keys(tokens, self._tokens, made.salt)
-        ends = time.monotonic() + self._client.deadline_s
+        ends_s = began_s + self._client.deadline_s
         questions = [(each, keys, 0 if i else len(keys), None) for i, each in enumerate(self._namespaces)]
         found, _ = self._client.lookup(questions, (), self._client.deadline_s)
         made.saved = min(each.blocks for each in found)
@@ -156,7 +162,10 @@ class KVStoreScheduler(KvCacheConnectorScheduler):
         last = min(*(each.worth_loading for each in found), made.saved, (len(tokens) - 1) // self._tokens)
         made.first, beyond = divmod(computed, self._tokens)
         if last > made.first and not beyond and not request.return_context_logits:
-            made.staged = self._hold(keys[made.first : last], ends)
+            made.staged = self._hold(keys[made.first : last], ends_s)
+        if time.monotonic() >= ends_s:
+            self._rests_until_s = time.monotonic() + _REST_S
+            logger.warning("the daemon took the whole deadline: it is not asked for %g s", _REST_S)
         self._requests[request.request_id] = made
         while len(self._requests) > _MOST_REQUESTS:
             self._forget(next(iter(self._requests)))
@@ -178,7 +187,7 @@ class KVStoreScheduler(KvCacheConnectorScheduler):
         ]
         return True
 
-    def _hold(self, keys: Sequence[Key], ends: float) -> range:
+    def _hold(self, keys: Sequence[Key], ends_s: float) -> range:
         """Reads leading blocks of all ranks, verified, into rows of the staging memory; returns the rows."""
         assert self._ranks is not None
         staging = self._ranks.staging
@@ -191,7 +200,7 @@ class KVStoreScheduler(KvCacheConnectorScheduler):
             for rank, namespace in enumerate(self._namespaces):
                 if held:
                     out = staging.part(rank)[rows.start : rows.start + held]
-                    left_s = max(0.001, ends - time.monotonic())  # a deadline of 0 would be misuse
+                    left_s = max(0.001, ends_s - time.monotonic())  # a deadline of 0 would be misuse
                     held = namespace.get(keys[:held], out, deadline_s=left_s, prompt=0)
             good = held
         finally:

@@ -91,7 +91,8 @@ class KVStoreWorker(KvCacheConnectorWorker):
             rows = [self._staged[load.slot] for load in self._step.loads]
             mark = self._pages.load(rows, [load.block_id for load in self._step.loads], stream)
             self._loading.append((self._number, mark))
-        self._note_loaded()
+        with self._guard("start_load_kv"):
+            self._note_loaded()
 
     def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
         """Does nothing: the stream loads all layers before its forward pass."""

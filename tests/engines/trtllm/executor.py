@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,7 +74,7 @@ class _Told:
 class FakeExecutor:
     """One rank of an engine: `scheduler` is there on rank 0 alone. Every rank is given the same requests.
 
-    `chunk`: tokens of a prompt in one step. `overlap`: a sampled token is known one step later. `kept`: pages
+    `chunk`: tokens of a prompt in one step. `store`: False for a reference that asks no connector. `overlap`: a sampled token is known one step later. `kept`: pages
     of ended requests are found again by their tokens.
     """
 
@@ -85,10 +86,12 @@ class FakeExecutor:
         overlap: bool = False,
         kept: bool = True,
         seed: int = 0,
+        store: bool = True,
         pool: torch.Tensor | None = None,
     ) -> None:
         self.tokens = llm_args.kv_cache_config.tokens_per_block
-        self.rank, self.overlap, self.kept, self.chunk, self.seed = mpi_rank(), overlap, kept, chunk, seed
+        self.rank, self.overlap, self.kept, self.chunk = mpi_rank(), overlap, kept, chunk
+        self.seed, self.store = seed, store
         config = json.loads((Path(llm_args.model) / "config.json").read_text())
         self.layers = config["num_hidden_layers"]
         row = config["num_key_value_heads"] * config["hidden_size"] // config["num_attention_heads"]
@@ -111,6 +114,8 @@ class FakeExecutor:
         self._saving: dict[int, Request] = {}
         self._late: list[tuple[Request, int]] = []
         self.steps: list[Any] = []
+        self.between: Callable[[], None] = lambda: None
+        """Called behind the questions of a step, before anything is loaded."""
 
     # -- what a test does
 
@@ -131,6 +136,17 @@ class FakeExecutor:
         self._late = [each for each in self._late if each[0] is not request]
         if request.block_ids is not None:
             self._terminate(request)
+
+    def pause(self, request: Request) -> None:
+        """Takes the pages of a request away, so that it starts again: what the connector was told stays."""
+        told = self._told[request.request_id]
+        self._active.remove(request)
+        self._late = [each for each in self._late if each[0] is not request]
+        self._terminate(request)
+        self._told[request.request_id] = told
+        request.prompt, request.max_tokens = request.get_tokens(0), request.max_tokens - len(request.answer)
+        request.answer, request.position, request.block_ids = [], 0, None
+        self._active.append(request)
 
     def forget_pages(self) -> None:
         """Empties the engine's own cache."""
@@ -178,6 +194,7 @@ class FakeExecutor:
             request.position = request.reused + request.matched
             needed = -(-len(request.prompt) // self.tokens) - len(reused)
             request.block_ids = reused + [self._free.pop(0) for _ in range(needed)]
+        self.between()
         for request in starting:
             if self.scheduler is not None:
                 self.scheduler.update_state_after_alloc(request, list(request.block_ids or ()))
@@ -187,8 +204,8 @@ class FakeExecutor:
                 request.block_ids.append(self._free.pop(0))
 
     def _ask(self, request: Request, computed: int) -> int:
-        answer = None
-        if self.scheduler is not None:
+        answer = 0, False
+        if self.scheduler is not None and self.store:
             answer = self.scheduler.get_num_new_matched_tokens(request, computed)
         matched, is_async = mpi_broadcast(answer)
         assert not is_async
