@@ -54,5 +54,6 @@ class Identity:
             dtype=shape.dtype,
             block_tokens=shape.tokens,
             shard=f"tp {rank}/{ranks}",
-            kv_layout=f"{self.engine}; {shape.layers} layers, {shape.heads} heads of {shape.dim}; {shape.device}",
+            kv_layout=f"{self.engine}; {shape.layers} layers, {shape.heads} heads of {shape.dim}; "
+            f"{shape.device}",
         )

@@ -9,20 +9,23 @@ from kvstore import Key
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A promised block: staged in `slot`, to be copied into page `block_id`."""
+    """A promised block, in a row of the staging memory, for page `block_id`."""
 
-    slot: int
+    row: int
     block_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Consecutive blocks of a prompt that are complete after the step. `parent`: the key before them."""
+    """Consecutive blocks of a prompt that are complete after the step. `parent`: the key before them.
+
+    `tokens`: for KV events; None: no events for these blocks.
+    """
 
     keys: list[Key]
     parent: Key | None
     block_ids: list[int]
-    tokens: list[int]
+    tokens: list[int] | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,9 +67,8 @@ class Pages:
         expected = (model.layers, 2, tokens * heads * model.dim)
         if pool.dim() != 4 or tuple(pool.shape[1:]) != expected or not pool.shape[0]:
             raise ConfigError(
-                f"the KV pool has the shape {tuple(pool.shape)}, not (blocks, {', '.join(map(str, expected))})",
-                f"one pool with keys and values of all layers is served: use TensorRT-LLM {RELEASE}, or leave "
-                "out kv_connector_config",
+                f"the KV pool has the shape {tuple(pool.shape)}, not (blocks, {str(expected)[1:]}",
+                "one pool with keys and values of all layers is served: leave out kv_connector_config",
             )
         if not pool.is_contiguous():
             raise ConfigError("the KV pool is not one run of bytes", f"use TensorRT-LLM {RELEASE}")
@@ -107,7 +106,7 @@ class Pages:
             return self._mark(stream)
 
     def _check(self, block_ids: Sequence[int]) -> None:
-        """Raises IndexError for a number that is no page: a negative one would be a page of another request."""
+        """Raises IndexError for numbers that are no pages. -1 would be the page of another request."""
         for block_id in block_ids:
             if not 0 <= block_id < self.count:
                 raise IndexError(f"the KV pool has {self.count} pages, and no page {block_id}")

@@ -1,6 +1,6 @@
-"""How the ranks of an engine meet at its start: they exchange the shapes of their pages, and open one memory.
+"""The ranks of an engine meet at its start: they exchange the shapes of their pages, and open one memory.
 
-Every rank takes part in every exchange, also one that refuses its pool: otherwise the others would wait for it.
+Every rank takes part in every exchange, also one that refuses its pool. Otherwise the others would wait.
 """
 
 from __future__ import annotations

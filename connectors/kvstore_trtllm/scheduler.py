@@ -1,9 +1,9 @@
-"""The scheduler half, in the process of rank 0: it finds prompts in the store, and says what each step copies.
+"""The scheduler half, in the process of rank 0: it finds prompts in the store, and orders loads and saves.
 
-TensorRT-LLM asks once for each request how many tokens can be loaded, and takes the answer as a promise. So
-`get_num_new_matched_tokens` reads the blocks of all ranks into host memory and verifies them before it answers;
-a block that is away, late or damaged is not promised. A promise that cannot be kept is an error that stops the
-engine, because nothing else would keep it from computing with pages that nobody has filled.
+TensorRT-LLM asks once for each request how many tokens can be loaded. The answer is a promise, because no
+hook reports a failed load. So `get_num_new_matched_tokens` reads the blocks of all ranks into host memory, and
+verifies them, before it answers. Missing, late and damaged blocks are not promised. If a promise cannot be
+kept all the same, an error stops the engine: it would compute with pages that nobody has filled.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ from kvstore_trtllm.weights import Naming, logger
 _MOST_REQUESTS = 8192
 """Requests that are remembered. TensorRT-LLM may end one without telling."""
 _REST_S = 5.0
-"""How long the store is not asked after a question that took the whole deadline: the engine waits for answers."""
+"""The pause after a question that took the whole deadline. The engine stands still during questions."""
 
 _NOT_IN_TOKENS = (
-    "lora_task_id", "multimodal_hashes", "multimodal_positions", "multimodal_embedding", "prompt_embedding_table",
-    "mrope_rotary_cos_sin", "mrope_position_deltas", "position_ids",
+    "lora_task_id", "multimodal_hashes", "multimodal_positions", "multimodal_embedding",
+    "prompt_embedding_table", "mrope_rotary_cos_sin", "mrope_position_deltas", "position_ids",
 )  # fmt: skip
-"""Properties of a request on which its KV depends, and which keys do not have: such requests are not served."""
+"""Properties that change KV and are not in keys. Requests that have one are not served."""
+_SALTS = ("cache_salt", "cache_salt_id")
+"""Where a request has its salt: as text, or as TensorRT-LLM's number for it."""
 
 
 class BrokenPromiseError(RuntimeError):
@@ -148,10 +150,9 @@ class KVStoreScheduler(KvCacheConnectorScheduler):
         began_s = time.monotonic()
         if began_s < self._rests_until_s or not self._is_open():
             return 0
-        if any(getattr(request, name) is not None for name in _NOT_IN_TOKENS):
+        if any(getattr(request, name, None) is not None for name in _NOT_IN_TOKENS):
             return 0
-        salt = request.cache_salt_id
-        made = _Request(b"" if salt is None else b"salt %d" % salt, computed)
+        made = _Request(_salt_of(request), computed)
         tokens = request.get_tokens(0)
         keys = chain_keys(tokens, self._tokens, made.salt)
         ends_s = began_s + self._client.deadline_s
@@ -213,15 +214,15 @@ class KVStoreScheduler(KvCacheConnectorScheduler):
         block_ids = request.block_ids[request.first : request.first + len(staged)]
         if len(block_ids) < len(staged):
             raise BrokenPromiseError(
-                f"request {request_id} was promised blocks {request.first} to {request.first + len(staged)}, and "
-                f"TensorRT-LLM has given it {len(request.block_ids)} pages"
+                f"request {request_id} was promised blocks {request.first} to {request.first + len(staged)}, "
+                f"and TensorRT-LLM has given it {len(request.block_ids)} pages"
             )
         self._ordered.append((self._number, staged))
         request.loaded = len(staged) * self._tokens
         yield from (Load(row, block_id) for row, block_id in zip(staged, block_ids, strict=True))
 
     def _saves(self, data: Any, is_new: bool) -> Iterator[Save]:
-        """Yields the save of blocks that are complete after the step, and not stored. `data`: a RequestData."""
+        """Yields the save of blocks that the step completes, and that are not stored. `data`: RequestData."""
         request = self._requests.get(data.request_id)
         if request is None:
             return
@@ -249,10 +250,20 @@ class KVStoreScheduler(KvCacheConnectorScheduler):
             keys[first:],
             keys[first - 1] if first else None,
             request.block_ids[first:whole],
-            tokens[first * self._tokens :],
+            # Under a salt, tokens do not identify blocks.
+            None if request.salt else tokens[first * self._tokens :],
         )
 
     def _forget(self, request_id: int) -> None:
         request = self._requests.pop(request_id, None)
         if request is not None:
             self._rows.give_back(request.staged)
+
+
+def _salt_of(request: Any) -> bytes:
+    """Returns the salt of a request, empty if it has none. Raises AttributeError if nothing can tell."""
+    names = [name for name in _SALTS if hasattr(request, name)]
+    if not names:
+        raise AttributeError(f"a request has none of {', '.join(_SALTS)}")
+    salts = [getattr(request, name) for name in names]
+    return b"" if all(salt is None for salt in salts) else repr(salts).encode()

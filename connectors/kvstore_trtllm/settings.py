@@ -20,7 +20,7 @@ SERVED_ARCHITECTURES = (
     "LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
 )  # fmt: skip
-"""The served models, by the name of their class: full attention in all layers, and one pool of keys and values."""
+"""The served models, by the name of their class: those with full attention in all layers, in one pool."""
 
 _SERVED_OPTIONS: dict[str, tuple[Any, ...]] = {
     "backend": ("pytorch",),
@@ -55,7 +55,7 @@ _SERVED_OPTIONS: dict[str, tuple[Any, ...]] = {
 
 _HINTS = {
     "kv_cache_config.use_kv_cache_manager_v2": "set it to false: the connector is written for version 1",
-    "kv_cache_config.host_cache_size": "set it to 0: blocks that TensorRT-LLM moves to its host cache have no page",
+    "kv_cache_config.host_cache_size": "set it to 0: blocks in TensorRT-LLM's host cache have no page",
     "kv_cache_config.enable_block_reuse": "set it to true: without it TensorRT-LLM asks no connector",
 }
 _WITHOUT = "leave out kv_connector_config"

@@ -1,7 +1,7 @@
-"""Host memory for blocks that are promised to the engine: shared by the ranks of an engine, on one node.
+"""Host memory for blocks that are promised to the engine. The ranks of an engine, on one node, share it.
 
-The scheduler half fills rows, each rank copies its part of a row into a page. TensorRT-LLM has no way to take a
-promise back, so the bytes are here, verified, before the promise is made: no daemon can spoil them any more.
+The scheduler half fills rows. Each rank copies its part of a row into a page. The bytes are here, verified,
+before the promise is made, so it does not depend on the daemon.
 """
 
 from __future__ import annotations

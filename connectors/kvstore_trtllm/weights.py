@@ -1,7 +1,7 @@
 """Names the weights of an engine: by option, or by the content of the model's folder.
 
-TensorRT-LLM creates a connector when it has loaded the model. Reading the files again takes a part of the time
-of the load, so it happens in the background: see `Naming`.
+TensorRT-LLM creates a connector when it has loaded the model. Reading the files again takes a part of the
+time of the load, so it happens in the background: see `Naming`.
 """
 
 from __future__ import annotations

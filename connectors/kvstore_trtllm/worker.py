@@ -1,7 +1,7 @@
-"""The worker half, on each rank: it copies staged blocks into pages before a forward pass, and pages out after it.
+"""The worker half, on each rank: it copies staged blocks into pages, and pages to host memory.
 
-Copies are enqueued on the stream of the forward pass, whole pages at a time: hooks of single layers do nothing,
-so CUDA graphs, which leave them out, change nothing. What is copied out goes to the daemon on a thread.
+Loads are enqueued on the stream before the forward pass, saves behind it, whole pages at a time. The hooks of
+layers do nothing, so CUDA graphs, which do not call them, change nothing. A thread stores what is copied out.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class KVStoreWorker(KvCacheConnectorWorker):
         self._number = self._step.number
         if self._step.loads:
             assert self._pages is not None
-            rows = [self._staged[load.slot] for load in self._step.loads]
+            rows = [self._staged[load.row] for load in self._step.loads]
             mark = self._pages.load(rows, [load.block_id for load in self._step.loads], stream)
             self._loading.append((self._number, mark))
         with self._guard("start_load_kv"):
@@ -133,34 +133,38 @@ class KVStoreWorker(KvCacheConnectorWorker):
             self._ranks.staging.ended(self._ranks.rank, number)
 
     def _copy_out(self, save: Save, revision: str, stream: Any) -> None:
+        """Enqueues the copies of a save, of as many leading blocks as there is memory for."""
         assert self._pages is not None
         with self._lock:
-            slots, self._free = self._free[: len(save.keys)], self._free[len(save.keys) :]
-        self.dropped_blocks += len(save.keys) - len(slots)
-        if not slots:
+            rows, self._free = self._free[: len(save.keys)], self._free[len(save.keys) :]
+        self.dropped_blocks += len(save.keys) - len(rows)
+        if not rows:
             return
         try:
-            mark = self._pages.save([self._outgoing[i] for i in slots], save.block_ids[: len(slots)], stream)
-            self._saver.submit(self._store, save, slots, mark, revision)
+            mark = self._pages.save([self._outgoing[i] for i in rows], save.block_ids[: len(rows)], stream)
+            self._saver.submit(self._store, save, rows, mark, revision)
         except BaseException:
-            self._give_back(slots)
+            self._give_back(rows)
             raise
 
-    def _store(self, save: Save, slots: list[int], mark: Mark, revision: str) -> None:
+    def _store(self, save: Save, rows: list[int], mark: Mark, revision: str) -> None:
+        """Stores leading blocks of a save, from rows of host memory. Runs in the thread for stores."""
         try:
             with self._guard("store"):
                 mark.wait()
-                blocks = [self._outgoing[i].numpy() for i in slots]
-                tokens = save.tokens[: len(save.tokens) * len(slots) // len(save.keys)]
-                result = self._open(revision).put(save.keys[: len(slots)], blocks, save.parent, tokens=tokens)
+                blocks = [self._outgoing[i].numpy() for i in rows]
+                tokens = save.tokens
+                if tokens is not None:
+                    tokens = tokens[: len(tokens) * len(rows) // len(save.keys)]
+                result = self._open(revision).put(save.keys[: len(rows)], blocks, save.parent, tokens=tokens)
                 if result.denied:
-                    logger.debug("%d of %d blocks are not stored: %s", result.denied, len(slots), result.why)
+                    logger.debug("%d of %d blocks are not stored: %s", result.denied, len(rows), result.why)
         finally:
-            self._give_back(slots)
+            self._give_back(rows)
 
-    def _give_back(self, slots: list[int]) -> None:
+    def _give_back(self, rows: list[int]) -> None:
         with self._lock:
-            self._free += slots
+            self._free += rows
 
     def _open(self, revision: str) -> Namespace:
         assert self._ranks is not None

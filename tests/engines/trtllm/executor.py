@@ -1,9 +1,8 @@
-"""A fake of TensorRT-LLM's executor: it calls the hooks of a connector in the order of the real one, on a CPU.
+"""A fake of TensorRT-LLM's executor, on a CPU: it calls a connector's hooks in the order of the real one.
 
-Written from the loops of `py_executor.py`, and from `KvCacheConnectorManager`, of the release that
-`test_interface.py` names; nothing of it is copied. The model is a fake, too: the keys and values of a position
-depend on all tokens until it, and the next token on the bytes of all pages of the request. So a wrong byte in a
-page shows in the answer.
+Written from the loops of `py_executor.py` and from `KvCacheConnectorManager`; `test_interface.py` names the
+release. No code is copied. The model is a fake, too: keys and values of a position depend on all tokens until
+it, and the next token on the bytes of all pages of the request. A wrong byte in a page shows in the answer.
 """
 
 from __future__ import annotations
@@ -74,8 +73,8 @@ class _Told:
 class FakeExecutor:
     """One rank of an engine: `scheduler` is there on rank 0 alone. Every rank is given the same requests.
 
-    `chunk`: tokens of a prompt in one step. `store`: False for a reference that asks no connector. `overlap`: a sampled token is known one step later. `kept`: pages
-    of ended requests are found again by their tokens.
+    `chunk`: tokens of a prompt in one step. `overlap`: a sampled token is known one step later. `kept`: pages
+    of ended requests are found again by their tokens. `store`: False for a reference that asks no connector.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Absent, killed and stopped daemons, altered bytes, exceptions, requests that end early: answers stay right."""
+"""Absent, killed and stopped daemons, altered bytes, exceptions, early ends: answers stay right."""
 
 from __future__ import annotations
 
@@ -199,7 +199,11 @@ def test_a_request_of_one_token(engine: Make) -> None:
 @pytest.mark.parametrize("steps", [1, 4, 9])
 def test_a_request_that_is_paused_and_starts_again(engine: Make, steps: int) -> None:
     """TensorRT-LLM tells then only what has changed since: nothing of it may be stored under a wrong name."""
-    first, second, alone = engine(chunk=16), engine(), engine(store=False)
+    first, second, alone = (
+        engine(chunk=16),
+        engine(pages=400),
+        engine(pages=400, store=False),
+    )
     start = prompt(3, 30)
     [expected] = alone.run(start, max_tokens=20)
     first.add(request := Request(start, max_tokens=20))
@@ -376,7 +380,7 @@ def test_a_page_that_is_none_is_not_stored(engine: Make, bad: int) -> None:
 
 
 def test_a_load_that_fails_stops_the_engine(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TensorRT-LLM has no way to take a promise back: nothing may compute with pages that nobody has filled."""
+    """TensorRT-LLM has no way to take a promise back. So nobody may compute with empty pages."""
     first, second = engine(), engine()
     first.run(PROMPT)
     first.settle()

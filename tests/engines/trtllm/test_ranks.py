@@ -1,9 +1,8 @@
-"""Tensor parallelism: every rank has pages of its own, and a prefix is promised as far as all ranks have it."""
+"""Tensor parallelism: each rank has pages of its own. A prefix counts as far as all ranks have it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvstore import chain_keys
 from kvstore.errors import ConfigError
 from kvstore_trtllm.staging import Staging
 from tests.engines.trtllm.conftest import answers, llm_args, prompt
@@ -75,8 +75,6 @@ def test_a_prefix_that_one_rank_lacks_is_not_promised(model: Path) -> None:
 
 
 def stored_keys(executor: FakeExecutor) -> list[bytes]:
-    from kvstore import chain_keys
-
     return chain_keys(PROMPT[:40], executor.tokens)
 
 
@@ -101,7 +99,9 @@ def test_one_rank_that_refuses_its_pool_ends_the_start_of_all(model: Path) -> No
 @pytest.mark.usefixtures("options")
 def test_fewer_processes_than_ranks(model: Path) -> None:
     with pytest.raises(ConfigError, match=r"tensor_parallel_size is 4, and 1 ranks have met"):
-        FakeExecutor(llm_args(model, tensor_parallel_size=4), pool=torch.zeros(8, 2, 2, 32, dtype=torch.bfloat16))
+        FakeExecutor(
+            llm_args(model, tensor_parallel_size=4), pool=torch.zeros(8, 2, 2, 32, dtype=torch.bfloat16)
+        )
 
 
 def test_ranks_on_another_node_cannot_open_the_memory(tmp_path: Path) -> None:
