@@ -21,8 +21,9 @@ class ConnectorOptions:
     """The parsed options.
 
     `url`: the daemon; empty: `server_url` of kv_connector_config, KVSTORE_SOCKET or the default path.
-    `token`: of the engine's tenant; empty: KVSTORE_TOKEN. `deadline_s`: bounds the load of a prompt, and each
-    store. `staging_mib`: host memory for loads, of all ranks together, and as much again for stores.
+    `token`: of the engine's tenant; empty: KVSTORE_TOKEN. `deadline_s`: bounds the load of a prompt; a
+    store has ten times as long. `staging_mib`: host memory for loads, of all ranks together, and as much
+    again for stores.
     `recompute_tokens_per_s`: the speed of a prefill; blocks that are slower to load are misses; 0: unknown.
     `weights_revision`: names the weights instead of their files. `model`: names the model.
     """

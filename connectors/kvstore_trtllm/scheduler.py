@@ -1,8 +1,8 @@
 """The scheduler half, in the process of rank 0: it finds prompts in the store, and orders loads and saves.
 
 TensorRT-LLM asks once for each request how many tokens can be loaded. The answer is a promise, because no
-hook reports a failed load. So `get_num_new_matched_tokens` reads the blocks of all ranks into host memory, and
-verifies them, before it answers. Missing, late and damaged blocks are not promised. If a promise cannot be
+hook reports a failed load. So `get_num_new_matched_tokens` reads the blocks of all ranks into host memory and
+verifies them before it answers. Missing, late and damaged blocks are not promised. If a promise cannot be
 kept all the same, an error stops the engine: it would compute with pages that nobody has filled.
 """
 
@@ -21,14 +21,13 @@ from kvstore_trtllm.identity import Identity
 from kvstore_trtllm.messages import Load, Save, Step
 from kvstore_trtllm.options import ConnectorOptions
 from kvstore_trtllm.ranks import Ranks, met
+from kvstore_trtllm.rest import Rest
 from kvstore_trtllm.settings import check_engine
 from kvstore_trtllm.staging import Rows
 from kvstore_trtllm.weights import Naming, logger
 
 _MOST_REQUESTS = 8192
 """Requests that are remembered. TensorRT-LLM may end one without telling."""
-_REST_S = 5.0
-"""The pause after a question that took the whole deadline. The engine stands still during questions."""
 
 _NOT_IN_TOKENS = (
     "lora_task_id", "multimodal_hashes", "multimodal_positions", "multimodal_embedding",
@@ -90,7 +89,8 @@ class KVStoreScheduler(KvCacheConnectorScheduler):
         self._ordered: deque[tuple[int, range]] = deque()
         self._requests: OrderedDict[int, _Request] = OrderedDict()
         self._number = 0
-        self._rests_until_s = 0.0
+        # The engine stands still while the daemon is asked.
+        self._rest = Rest()
 
     # -- called by TensorRT-LLM
 
@@ -148,7 +148,7 @@ class KVStoreScheduler(KvCacheConnectorScheduler):
     def _match(self, request: Any, computed: int) -> int:
         self._forget(request.request_id)  # asked again, its earlier promise is void
         began_s = time.monotonic()
-        if began_s < self._rests_until_s or not self._is_open():
+        if self._rest.is_on() or not self._is_open():
             return 0
         if any(getattr(request, name, None) is not None for name in _NOT_IN_TOKENS):
             return 0
@@ -164,9 +164,7 @@ class KVStoreScheduler(KvCacheConnectorScheduler):
         made.first, beyond = divmod(computed, self._tokens)
         if last > made.first and not beyond and not request.return_context_logits:
             made.staged = self._hold(keys[made.first : last], ends_s)
-        if time.monotonic() >= ends_s:
-            self._rests_until_s = time.monotonic() + _REST_S
-            logger.warning("the daemon took the whole deadline: it is not asked for %g s", _REST_S)
+        self._rest.note(began_s, self._client.deadline_s)
         self._requests[request.request_id] = made
         while len(self._requests) > _MOST_REQUESTS:
             self._forget(next(iter(self._requests)))

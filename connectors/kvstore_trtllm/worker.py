@@ -7,6 +7,7 @@ layers do nothing, so CUDA graphs, which do not call them, change nothing. A thr
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,15 +21,19 @@ from kvstore_trtllm.messages import Save, Step
 from kvstore_trtllm.options import MIB, ConnectorOptions
 from kvstore_trtllm.pages import Mark, Pages, Shape
 from kvstore_trtllm.ranks import Ranks, meet
+from kvstore_trtllm.rest import Rest
 from kvstore_trtllm.settings import check_engine
 from kvstore_trtllm.weights import logger
+
+_STORE_DEADLINES = 10
+"""The time for a store, in deadlines of a load."""
 
 
 class KVStoreWorker(KvCacheConnectorWorker):
     """The worker half. The constructor and the registration of the pool raise ConfigError.
 
     It needs no daemon. `failures` counts internal failures by hook, `dropped_blocks` blocks that were not
-    stored because host memory was full.
+    stored because host memory was full, or the daemon hung.
     """
 
     def __init__(self, llm_args: Any) -> None:
@@ -38,7 +43,10 @@ class KVStoreWorker(KvCacheConnectorWorker):
         self._args = llm_args
         self._staging_bytes = options.staging_mib * MIB
         self._identity = Identity.of(llm_args, self._model, options)
-        self._client = Client(options.url or None, options.token or None, options.deadline_s)
+        # The engine does not wait for stores.
+        deadline_s = options.deadline_s * _STORE_DEADLINES
+        self._client = Client(options.url or None, options.token or None, deadline_s)
+        self._rest = Rest()
         self._guard = ExceptionBarrier(logger)
         self.failures = self._guard.failures
         self.dropped_blocks = 0
@@ -152,11 +160,16 @@ class KVStoreWorker(KvCacheConnectorWorker):
         try:
             with self._guard("store"):
                 mark.wait()
+                if self._rest.is_on():
+                    self.dropped_blocks += len(rows)
+                    return
+                began_s = time.monotonic()
                 blocks = [self._outgoing[i].numpy() for i in rows]
                 tokens = save.tokens
                 if tokens is not None:
                     tokens = tokens[: len(tokens) * len(rows) // len(save.keys)]
                 result = self._open(revision).put(save.keys[: len(rows)], blocks, save.parent, tokens=tokens)
+                self._rest.note(began_s, self._client.deadline_s)
                 if result.denied:
                     logger.debug("%d of %d blocks are not stored: %s", result.denied, len(rows), result.why)
         finally:

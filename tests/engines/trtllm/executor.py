@@ -192,7 +192,9 @@ class FakeExecutor:
             assert request.reused + request.matched < len(request.prompt), "one token must be computed"
             request.position = request.reused + request.matched
             needed = -(-len(request.prompt) // self.tokens) - len(reused)
-            request.block_ids = reused + [self._free.pop(0) for _ in range(needed)]
+            request.block_ids = reused  # in use from now on
+            for _ in range(needed):
+                request.block_ids.append(self._page())
         self.between()
         for request in starting:
             if self.scheduler is not None:
@@ -200,7 +202,15 @@ class FakeExecutor:
         for request in batch:
             assert request.block_ids is not None
             while not request.is_context and len(request.block_ids) * self.tokens <= request.position:
-                request.block_ids.append(self._free.pop(0))
+                request.block_ids.append(self._page())
+
+    def _page(self) -> int:
+        """Returns a free page. Evicts the oldest one that nobody uses if there is none."""
+        if not self._free:
+            used = {i for each in (*self._active, *self._saving.values()) for i in each.block_ids or ()}
+            key = next(key for key, block_id in self._reusable.items() if block_id not in used)
+            self._free.append(self._reusable.pop(key))
+        return self._free.pop(0)
 
     def _ask(self, request: Request, computed: int) -> int:
         answer = 0, False

@@ -113,6 +113,25 @@ def test_a_stopped_daemon_delays_one_prompt_by_its_deadline(
         os.kill(own_daemon.pid, signal.SIGCONT)
 
 
+def test_a_stopped_daemon_delays_one_store_by_its_deadline(
+    engine: Make, options: Options, own_daemon: LocalDaemon
+) -> None:
+    options(url=own_daemon.url, deadline_s=0.2)
+    executor, late = engine(), threading.Event()
+    executor.worker._saver.submit(late.wait, 20)
+    for i in range(6):
+        executor.run(prompt(1000 * i, 33))
+    os.kill(own_daemon.pid, signal.SIGSTOP)
+    try:
+        late.set()
+        began_s = time.monotonic()
+        executor.settle()
+        assert time.monotonic() - began_s < 5, "the others are dropped"
+        assert executor.worker.dropped_blocks >= 40
+    finally:
+        os.kill(own_daemon.pid, signal.SIGCONT)
+
+
 def stored(executor: FakeExecutor, tokens: list[int]) -> tuple[Any, list[bytes]]:
     return executor.scheduler._namespaces[0], chain_keys(tokens, executor.tokens)
 

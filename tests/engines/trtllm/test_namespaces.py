@@ -25,6 +25,9 @@ def test_salts_share_nothing(engine: Make) -> None:
     red: dict[str, Any] = {"cache_salt": "red", "cache_salt_id": 7}
     expected = answers(first.run(PROMPT, **red))
     first.settle()
+    saves = [save for step in first.steps for save in step.saves]
+    assert saves
+    assert all(save.tokens is None for save in saves), "tokens do not identify the blocks to routers"
     for other in (
         {},
         {"cache_salt": "blue", "cache_salt_id": 8},
