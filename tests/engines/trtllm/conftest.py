@@ -8,8 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from kvstore import Namespace
 from kvstore.lab.local_daemon import LocalDaemon
 from tests.engines.trtllm.executor import FakeExecutor
 
@@ -114,6 +116,19 @@ def engine(options: Callable[..., None], model: Path) -> Iterator[Make]:
 
 def prompt(first: int, tokens: int) -> list[int]:
     return list(range(first, first + tokens))
+
+
+def alter(namespace: Namespace, keys: list[bytes], number: int) -> None:
+    """Alters one byte of a stored block, by the mapping of a reservation."""
+    payloads = np.empty((len(keys), namespace.layout.block_bytes), np.uint8)
+    assert namespace.get(keys, payloads) == len(keys)
+    namespace.invalidate(keys)
+    with namespace.reserve(keys) as room:
+        views = room.blocks
+        for view, payload in zip(views, payloads, strict=True):
+            view[:] = payload.data
+        room.commit()
+    views[number][100] ^= 1
 
 
 def answers(requests: list[Any]) -> list[list[int]]:

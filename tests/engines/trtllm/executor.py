@@ -75,6 +75,7 @@ class FakeExecutor:
 
     `chunk`: tokens of a prompt in one step. `overlap`: a sampled token is known one step later. `kept`: pages
     of ended requests are found again by their tokens. `store`: False for a reference that asks no connector.
+    `subtracts`: the first position of a request leaves out the promised tokens, as in the release.
     """
 
     def __init__(
@@ -86,11 +87,13 @@ class FakeExecutor:
         kept: bool = True,
         seed: int = 0,
         store: bool = True,
+        subtracts: bool = True,
+        device: str = "cpu",
         pool: torch.Tensor | None = None,
     ) -> None:
         self.tokens = llm_args.kv_cache_config.tokens_per_block
         self.rank, self.overlap, self.kept, self.chunk = mpi_rank(), overlap, kept, chunk
-        self.seed, self.store = seed, store
+        self.seed, self.store, self.subtracts = seed, store, subtracts
         config = json.loads((Path(llm_args.model) / "config.json").read_text())
         self.layers = config["num_hidden_layers"]
         row = config["num_key_value_heads"] * config["hidden_size"] // config["num_attention_heads"]
@@ -98,7 +101,7 @@ class FakeExecutor:
         self.worker = KVStoreWorker(llm_args)
         self.scheduler = KVStoreScheduler(llm_args) if self.rank == 0 else None
         self.pool = (
-            torch.zeros(pages, self.layers, 2, self.tokens * row, dtype=torch.bfloat16)
+            torch.zeros(pages, self.layers, 2, self.tokens * row, dtype=torch.bfloat16, device=device)
             if pool is None
             else pool
         )
@@ -153,7 +156,7 @@ class FakeExecutor:
         self._reusable.clear()
 
     def page(self, block_id: int) -> bytes:
-        return self.pool[block_id].view(torch.uint8).numpy().tobytes()
+        return self.pool[block_id].view(torch.uint8).cpu().numpy().tobytes()
 
     # -- an iteration of the loop
 
@@ -167,7 +170,9 @@ class FakeExecutor:
         metadata = pickle.loads(pickle.dumps(mpi_broadcast(metadata)))
         self.steps.append(metadata)
         self.worker.bind_connector_meta(metadata)
-        stream = SimpleNamespace(name="the stream of the forward pass")
+        stream: Any = SimpleNamespace(name="the stream of the forward pass")
+        if self.pool.is_cuda:
+            stream = torch.cuda.current_stream()
         self.worker.start_load_kv(stream)
         if fails:
             for request in batch:
@@ -232,7 +237,8 @@ class FakeExecutor:
                 position, scheduled = request.position, self._scheduled(request)
             else:
                 position, scheduled = len(tokens) - 1, 1
-            position -= self._loads.get(request.request_id, 0)
+            if self.subtracts:
+                position -= self._loads.get(request.request_id, 0)
             data = RequestData(
                 request.request_id,
                 tokens[told.tokens :],
@@ -279,7 +285,7 @@ class FakeExecutor:
         heads_dim = self.pool.shape[3] // self.tokens
         seen = np.asarray([self.seed, self.rank, layer, *tokens], "<u4").tobytes()
         raw = np.frombuffer(blake3(seen).digest(length=4 * heads_dim), np.int16)
-        return torch.from_numpy(raw.copy()).view(2, 1, heads_dim)
+        return torch.from_numpy(raw.copy()).view(2, 1, heads_dim).to(self.pool.device)
 
     def _next(self, request: Request) -> int:
         """The next token: it depends on every byte of the request's pages, on all ranks."""
@@ -289,7 +295,7 @@ class FakeExecutor:
         if rest:
             last = self.pool[block_ids[whole]].view(torch.int16)
             part = last.view(self.layers, 2, -1, self.tokens, self.pool.shape[3] // self.tokens)
-            digest.update(part[:, :, :, :rest].contiguous().numpy().tobytes())
+            digest.update(part[:, :, :, :rest].cpu().contiguous().numpy().tobytes())
         every = blake3(b"".join(mpi_allgather(digest.digest()))).digest()
         return int.from_bytes(every[:4], "little") % VOCABULARY
 

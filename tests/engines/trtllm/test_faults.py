@@ -17,7 +17,7 @@ from kvstore import Client, chain_keys
 from kvstore.lab.local_daemon import LocalDaemon
 from kvstore_trtllm.scheduler import BrokenPromiseError
 from tests.daemons import eventually
-from tests.engines.trtllm.conftest import SETTINGS, Make, answers, prompt
+from tests.engines.trtllm.conftest import SETTINGS, Make, alter, answers, prompt
 from tests.engines.trtllm.executor import FakeExecutor, Request
 
 PROMPT = prompt(100, 43)
@@ -155,18 +155,11 @@ def test_an_altered_block_is_a_miss(engine: Make) -> None:
     expected = answers(first.run(PROMPT))
     first.settle()
     namespace, keys = stored(first, PROMPT)
-    payloads = np.empty((len(keys), namespace.layout.block_bytes), np.uint8)
-    assert namespace.get(keys, payloads) == len(keys) == 10
-    namespace.invalidate(keys)
-    with namespace.reserve(keys) as room:
-        views = room.blocks
-        for view, payload in zip(views, payloads, strict=True):
-            view[:] = payload.data
-        room.commit()
-    views[6][100] ^= 1
+    alter(namespace, keys, 6)
     [request] = second.run(PROMPT)
     assert request.matched == 24, "6 blocks are whole"
     assert [request.answer] == expected
+    assert second.scheduler._rows.free == second.worker._staged.shape[0] - 6, "others are free again"
 
 
 # -- requests that end early
@@ -352,6 +345,25 @@ def test_an_exception_in_the_scheduler_half_is_a_miss(
     assert answers(engine().run(PROMPT, prompt(9, 30))) == expected
 
 
+def test_after_an_exception_a_request_is_not_followed(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token that was told to a failed hook is lost: later keys would leave it out."""
+    first, second, alone = engine(), engine(), engine(store=False)
+    [expected] = alone.run(PROMPT, max_tokens=20)
+    first.add(request := Request(PROMPT, max_tokens=20))
+    for step in range(20):
+        with monkeypatch.context() as patch:
+            if step == 5:
+                patch.setattr(first.scheduler, "_saves", fails)
+            first.step()
+    assert request.answer == expected.answer
+    first.settle()
+    assert first.scheduler.failures["build_connector_meta"] == 1
+    whole = PROMPT + expected.answer
+    for lost in range(43, 53):
+        asked = whole[:lost] + whole[lost + 1 :]
+        assert answers(second.run(asked)) == answers(alone.run(asked)), f"without token {lost}"
+
+
 @pytest.mark.parametrize("name", ["_copy_out", "_open"])
 def test_an_exception_in_the_worker_half_stores_nothing(
     engine: Make, monkeypatch: pytest.MonkeyPatch, name: str
@@ -394,6 +406,7 @@ def test_a_page_that_is_none_is_not_stored(engine: Make, bad: int) -> None:
     first.run(PROMPT)
     first.settle()
     assert first.worker.failures["wait_for_save"] > 0
+    assert len(first.worker._free) == first.worker._outgoing.shape[0], "its memory is free again"
     [request] = second.run(PROMPT)
     assert request.matched == 0
 

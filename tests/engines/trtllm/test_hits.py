@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.engines.trtllm.conftest import Make, answers, prompt, write_model
+from tests.engines.trtllm.executor import Request
 
 PROMPT = prompt(100, 43)  # 10 blocks of 4 tokens, and 3 tokens
 
@@ -63,6 +64,10 @@ def test_generated_tokens_are_stored_too(engine: Make) -> None:
     first, second = engine(), engine()
     [one] = first.run(PROMPT, max_tokens=14)
     first.settle()
+    saves = [save for step in first.steps for save in step.saves]
+    assert [len(save.keys) for save in saves] == [10, 1, 1, 1, 1]
+    parents = [None, *(save.keys[-1] for save in saves[:-1])]
+    assert [save.parent for save in saves] == parents
     turn = PROMPT + one.answer + prompt(50, 9)
     [two] = second.run(turn)
     assert two.matched == 56, "43 + 14 tokens; the last of them is not computed"
@@ -79,6 +84,25 @@ def test_overlapped_steps_and_chunked_prompts(engine: Make, how: dict[str, Any])
         assert answers(requests) == expected
         assert min(request.matched for request in requests) >= least
         executor.settle()
+
+
+@pytest.mark.parametrize("subtracts", [True, False])
+def test_only_computed_blocks_are_stored_behind_a_load(engine: Make, subtracts: bool) -> None:
+    """Releases differ in whether the first position counts the promised tokens."""
+    first, second = engine(), engine(chunk=4, subtracts=subtracts)
+    expected = answers(engine(store=False).run(PROMPT))
+    first.run(PROMPT[:21])
+    first.settle()
+    second.add(request := Request(PROMPT))
+    while second._active:
+        second.step()
+        second.settle()
+        ends = [save for step in second.steps for save in step.saves]
+        stored = 5 + sum(len(save.keys) for save in ends)
+        assert stored * 4 <= request.position
+    assert (request.matched, [request.answer]) == (20, expected)
+    [again] = engine().run(PROMPT)
+    assert (again.matched, [again.answer]) == (40, expected)
 
 
 def test_what_the_device_has_is_not_loaded_but_stored_if_the_store_lacks_it(engine: Make) -> None:
@@ -110,7 +134,7 @@ def test_a_partly_matched_block_on_the_device_is_not_loaded(engine: Make) -> Non
     first, second = engine(), engine()
     first.run(PROMPT)
     first.settle()
-    request = type(first.run([1])[0])(PROMPT)
+    request = Request(PROMPT)
     assert second.scheduler.get_num_new_matched_tokens(request, 18) == (0, False)
     assert second.scheduler.get_num_new_matched_tokens(request, 20) == (20, False)
 

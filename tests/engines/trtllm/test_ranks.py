@@ -13,7 +13,7 @@ import torch
 from kvstore import chain_keys
 from kvstore.errors import ConfigError
 from kvstore_trtllm.staging import Staging
-from tests.engines.trtllm.conftest import answers, llm_args, prompt
+from tests.engines.trtllm.conftest import alter, answers, llm_args, prompt
 from tests.engines.trtllm.executor import FakeExecutor
 from tests.engines.trtllm.ranks import in_processes, on_ranks
 
@@ -64,14 +64,34 @@ def test_a_prefix_that_one_rank_lacks_is_not_promised(model: Path) -> None:
                 keys = stored_keys(executor)
                 assert executor.scheduler._namespaces[1].invalidate(keys[6:]) == 4
             [request] = executor.run(PROMPT)
+            executor.settle()
             return [request.matched, *request.answer]
         finally:
             executor.close()
 
-    expected = answers(run_one(model, 2, PROMPT, kept=False)[0][0])[0]
     run = on_ranks(2, work)
-    assert run[0] == run[1]
-    assert run[0][1:] == expected
+    [(again, _), _] = run_one(model, 2, PROMPT)
+    assert again[0].matched == 40, "the rank has stored again what it lacked"
+    assert run[0] == run[1] == [24, *again[0].answer]
+
+
+@pytest.mark.usefixtures("options")
+def test_a_block_that_one_rank_cannot_read_is_not_promised(model: Path) -> None:
+    """The question finds it on all ranks; its bytes are damaged on one."""
+    expected = answers(run_one(model, 2, PROMPT)[0][0])
+
+    def work(rank: int) -> tuple[int, list[list[int]]]:
+        executor = FakeExecutor(llm_args(model, tensor_parallel_size=2))
+        try:
+            executor.run([1])
+            if executor.scheduler is not None:
+                alter(executor.scheduler._namespaces[1], stored_keys(executor), 6)
+            [request] = executor.run(PROMPT)
+            return request.matched, [request.answer]
+        finally:
+            executor.close()
+
+    assert on_ranks(2, work) == [(24, expected)] * 2
 
 
 def stored_keys(executor: FakeExecutor) -> list[bytes]:
