@@ -53,7 +53,7 @@ class Mark:
 class Pages:
     """The pages of a pool. Raises ConfigError for a pool that is not served. Not thread-safe.
 
-    `model`, `tokens`: of the engine. `ranks`: the number of its ranks.
+    `model`, `tokens`: of the engine. `ranks`: the number of its ranks. `count`: the number of pages.
     """
 
     def __init__(self, pool: Any, model: Model, tokens: int, ranks: int) -> None:
@@ -73,7 +73,7 @@ class Pages:
         if not pool.is_contiguous():
             raise ConfigError("the KV pool is not one run of bytes", f"use TensorRT-LLM {RELEASE}")
         self._rows = pool.view(torch.uint8).view(pool.shape[0], -1)
-        self._is_cuda = bool(pool.is_cuda)
+        self.is_cuda = bool(pool.is_cuda)
         self.count = int(pool.shape[0])
         self.shape = Shape(
             self._rows.shape[1], dtype, tokens, model.layers, heads, model.dim, _name_of(pool.device)
@@ -87,7 +87,7 @@ class Pages:
 
     def host_memory(self, pages: int) -> torch.Tensor:
         """Returns host memory for so many pages, shape (pages, bytes of a page), page-locked beside a GPU."""
-        return torch.empty(pages, self.shape.page_bytes, dtype=torch.uint8, pin_memory=self._is_cuda)
+        return torch.empty(pages, self.shape.page_bytes, dtype=torch.uint8, pin_memory=self.is_cuda)
 
     def load(self, rows: Sequence[torch.Tensor], block_ids: Sequence[int], stream: Any) -> Mark:
         """Enqueues copies of rows of host memory into pages. They must stay as they are until the mark."""
@@ -112,10 +112,10 @@ class Pages:
                 raise IndexError(f"the KV pool has {self.count} pages, and no page {block_id}")
 
     def _on(self, stream: Any) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(stream) if self._is_cuda else nullcontext()
+        return torch.cuda.stream(stream) if self.is_cuda else nullcontext()
 
     def _mark(self, stream: Any) -> Mark:
-        if not self._is_cuda:
+        if not self.is_cuda:
             return Mark()
         event = torch.cuda.Event()
         event.record(stream)

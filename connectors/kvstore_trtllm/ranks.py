@@ -31,10 +31,12 @@ _MET: dict[int, Ranks] = {}
 """The ranks of engines whose scheduler half has not asked for them, by the id of the engine's options."""
 
 
-def meet(llm_args: Any, shape: Callable[[], Shape], staging_bytes: int) -> Ranks:
-    """Returns the ranks, once all of them have called it. Raises a ConfigError of any of them, on all.
+def meet(
+    llm_args: Any, shape: Callable[[], Shape], staging_bytes: int, prepare: Callable[[Ranks], None]
+) -> None:
+    """Returns when all ranks have called it. Raises a ConfigError of any of them, on all.
 
-    `shape` returns the shape of this rank's pages, or raises.
+    `shape` returns the shape of this rank's pages, or raises. `prepare` is called with all ranks.
     """
     shapes = _exchange(shape)
     expected = llm_args.tensor_parallel_size
@@ -54,15 +56,13 @@ def meet(llm_args: Any, shape: Callable[[], Shape], staging_bytes: int) -> Ranks
     place = _exchange(make)[0]
     assert place is not None
 
-    def open_place() -> None:
-        if rank:
-            own.append(Staging.open(place))
+    def join() -> None:
+        ranks = Ranks(rank, tuple(shapes), own[0] if own else Staging.open(place))
+        prepare(ranks)
+        if rank == 0:
+            _MET[id(llm_args)] = ranks
 
-    _exchange(open_place)
-    ranks = Ranks(rank, tuple(shapes), own[0])
-    if rank == 0:
-        _MET[id(llm_args)] = ranks
-    return ranks
+    _exchange(join)
 
 
 def met(llm_args: Any) -> Ranks | None:

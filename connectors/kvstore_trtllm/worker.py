@@ -67,12 +67,7 @@ class KVStoreWorker(KvCacheConnectorWorker):
 
     def register_kv_caches(self, kv_cache_tensor: Any) -> None:
         """Takes the pool. Returns when all ranks have theirs. Raises ConfigError if one is not served."""
-        self._ranks = meet(self._args, lambda: self._take(kv_cache_tensor), self._staging_bytes)
-        assert self._pages is not None
-        staging = self._ranks.staging
-        self._staged = staging.tensor(self._ranks.rank, kv_cache_tensor.is_cuda)
-        self._outgoing = self._pages.host_memory(staging.place.rows)
-        self._free = list(range(staging.place.rows))
+        meet(self._args, lambda: self._take(kv_cache_tensor), self._staging_bytes, self._prepare)
 
     def _take(self, pool: Any) -> Shape:
         if self._pages is not None:
@@ -83,6 +78,14 @@ class KVStoreWorker(KvCacheConnectorWorker):
         tokens = int(self._args.kv_cache_config.tokens_per_block)
         self._pages = Pages(pool, self._model, tokens, self._args.tensor_parallel_size)
         return self._pages.shape
+
+    def _prepare(self, ranks: Ranks) -> None:
+        assert self._pages is not None
+        rows = ranks.staging.place.rows
+        self._staged = ranks.staging.tensor(ranks.rank, self._pages.is_cuda)
+        self._outgoing = self._pages.host_memory(rows)
+        self._free = list(range(rows))
+        self._ranks = ranks
 
     # -- hooks, in the order of a step
 
@@ -119,7 +122,7 @@ class KVStoreWorker(KvCacheConnectorWorker):
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
     ) -> tuple[list[int], list[int]]:
-        """Returns no requests: none of them waits for a copy, see the module."""
+        """Returns the requests as saved: later writes to their pages come behind the copies."""
         with self._guard("get_finished"):
             self._note_loaded()
         return list(finished_gen_req_ids), []

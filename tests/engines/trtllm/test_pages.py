@@ -53,7 +53,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 def pages_of(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> tuple[Pages, torch.Tensor]:
     pool = torch.zeros(8, 2, 2, 64, dtype=torch.bfloat16)
     pages = Pages(pool, Model(None, "", 2, 2, 8), 4, 1)  # type: ignore[arg-type]
-    monkeypatch.setattr(pages, "_is_cuda", True)
+    monkeypatch.setattr(pages, "is_cuda", True)
     copy = torch.Tensor.copy_
 
     def copied(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -104,7 +104,7 @@ def test_an_engine_waits_for_no_copy_but_its_stores_do(
 ) -> None:
     first, second = engine(), engine()
     for executor in (first, second):
-        monkeypatch.setattr(executor.worker._pages, "_is_cuda", True)
+        monkeypatch.setattr(executor.worker._pages, "is_cuda", True)
     expected = answers(first.run(PROMPT))
     first.settle()
     [request] = second.run(PROMPT)

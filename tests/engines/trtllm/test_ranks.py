@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from tensorrt_llm._utils import mpi_rank
 
 from kvstore import chain_keys
 from kvstore.errors import ConfigError
+from kvstore_trtllm.pages import Pages
 from kvstore_trtllm.staging import Staging
 from tests.engines.trtllm.conftest import alter, answers, llm_args, prompt
 from tests.engines.trtllm.executor import FakeExecutor
@@ -114,6 +116,28 @@ def test_one_rank_that_refuses_its_pool_ends_the_start_of_all(model: Path) -> No
     on_ranks(2, work)
     assert seen[0] == seen[1]
     assert "the KV pool has the shape (8, 2, 2, 64)" in seen[0]
+
+
+@pytest.mark.usefixtures("options")
+def test_one_rank_without_memory_ends_the_start_of_all(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with page-locked memory, which the system limits."""
+    seen: dict[int, str] = {}
+    allocate = Pages.host_memory
+
+    def work(rank: int) -> None:
+        try:
+            FakeExecutor(llm_args(model, tensor_parallel_size=2))
+        except ConfigError as error:
+            seen[rank] = str(error)
+
+    def host_memory(pages: Pages, rows: int) -> torch.Tensor:
+        if mpi_rank():
+            raise RuntimeError("out of memory")
+        return allocate(pages, rows)
+
+    monkeypatch.setattr(Pages, "host_memory", host_memory)
+    on_ranks(2, work)
+    assert seen[0] == seen[1] == "a rank failed: RuntimeError('out of memory')"
 
 
 @pytest.mark.usefixtures("options")
