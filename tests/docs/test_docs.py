@@ -50,6 +50,7 @@ NOT_RUN = {
     "kubectl": "there is no cluster; test_packaging.py reads the manifest",
     "ollama": "it needs Ollama's server and a model",
     "lmcache": "it needs LMCache; tests/engines/lmcache/test_server.py runs it",
+    "trtllm-serve": "TensorRT-LLM needs a GPU; tests/engines/trtllm runs the connector with a fake of it",
     "vllm": "it needs a server; tests/engines/vllm/test_seen.py runs it",
     "python": "engines are run by tests/engines, benches by hand",
     "cp": "copies a folder of an installation",
