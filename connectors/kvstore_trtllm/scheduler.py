@@ -24,7 +24,7 @@ from kvstore_trtllm.ranks import Ranks, met
 from kvstore_trtllm.rest import Rest
 from kvstore_trtllm.settings import check_engine
 from kvstore_trtllm.staging import Rows
-from kvstore_trtllm.weights import Naming, logger
+from kvstore_trtllm.weights import logger, naming_of
 
 _MOST_REQUESTS = 8192
 """Requests that are remembered. TensorRT-LLM may end one without telling."""
@@ -73,7 +73,7 @@ class KVStoreScheduler(KvCacheConnectorScheduler):
         model = check_engine(llm_args)
         self._args = llm_args
         self._identity = Identity.of(llm_args, model, options)
-        self._naming = Naming(model.folder, options.weights_revision)
+        self._naming = naming_of(model.folder, options.weights_revision)
         self._tokens = int(llm_args.kv_cache_config.tokens_per_block)
         self._client = Client(
             options.url or None,
@@ -120,7 +120,7 @@ class KVStoreScheduler(KvCacheConnectorScheduler):
         Raises BrokenPromiseError if promised blocks have no pages.
         """
         self._number += 1
-        step = Step(self._number, self._naming.revision())
+        step = Step(self._number, self._naming.known())
         for request_id, request in self._requests.items():
             if request.staged:
                 step.loads.extend(self._loads(request_id, request))
@@ -175,7 +175,7 @@ class KVStoreScheduler(KvCacheConnectorScheduler):
         if self._namespaces:
             return True
         self._ranks = self._ranks or met(self._args)
-        revision = self._naming.revision()
+        revision = self._naming.known()
         if self._ranks is None or not revision:
             return False
         shapes = self._ranks.shapes

@@ -138,19 +138,19 @@ def test_other_weights_share_nothing(engine: Make, options: Options, given: dict
 def test_copies_of_a_model_share_blocks_and_other_weights_do_not(
     engine: Make, options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore_trtllm.weights.process_started_ns", lambda: sys.maxsize)
+    monkeypatch.setattr("kvstore.weights.naming.process_started_ns", lambda: sys.maxsize)
     options(weights_revision=None, model=None)
     content = tmp_path.name.encode()
     one = write_model(tmp_path / "one", content)
     copy = Path(shutil.copytree(one, tmp_path / "copy"))
     other = write_model(tmp_path / "other", content + b"!")
     first = engine(one)
-    assert eventually(first.scheduler._naming.revision).startswith("blake3:")
+    assert eventually(first.scheduler._naming.known).startswith("blake3:")
     first.run(PROMPT)
     first.settle()
     for folder, matched in ((copy, 40), (other, 0)):
         second = engine(folder)
-        assert eventually(second.scheduler._naming.revision)
+        assert eventually(second.scheduler._naming.known)
         [request] = second.run(PROMPT)
         assert request.matched == matched
 
@@ -160,7 +160,7 @@ def test_until_the_weights_have_a_name_nothing_is_loaded_or_stored(
 ) -> None:
     first, second = engine(), engine()
     with monkeypatch.context() as patch:
-        patch.setattr(first.scheduler._naming, "revision", lambda: "")
+        patch.setattr(first.scheduler._naming, "known", lambda: "")
         expected = answers(first.run(PROMPT))
         first.settle()
     [request] = second.run(PROMPT)
@@ -181,8 +181,8 @@ def test_weights_that_cannot_be_read_end_no_request(
     def unreadable(*_: Any, **__: Any) -> None:
         raise OSError("no such device")
 
-    monkeypatch.setattr("kvstore_trtllm.weights.process_started_ns", lambda: sys.maxsize)
-    monkeypatch.setattr("kvstore_trtllm.weights.files_digest", unreadable)
+    monkeypatch.setattr("kvstore.weights.naming.process_started_ns", lambda: sys.maxsize)
+    monkeypatch.setattr("kvstore.weights.naming.files_digest", unreadable)
     options(weights_revision=None)
     executor = engine()
     assert executor.run(PROMPT)[0].matched == 0
