@@ -125,13 +125,14 @@ class KVStoreCache(BaseLlamaCache):
         Raises KeyError if none is longer than the one in the context, and for every failure.
         """
         self._start()
-        held = _common(self._llm._input_ids, key)
-        self.last = Figures(prompt_tokens=len(key), held_tokens=held)
+        self.last = Figures()
         with self._guard("restore"):
+            tokens, held = list(key), _common(self._llm._input_ids, key)
+            self.last = Figures(prompt_tokens=len(tokens), held_tokens=held)
             check_call(self._llm)
-            if n := self._restore(list(key), held):
+            if n := self._restore(tokens, held):
                 self.last.held_tokens, self.last.restored_tokens = 0, n
-                return InContext(key[:n])
+                return InContext(tokens[:n])
         raise KeyError("no longer prefix is stored")
 
     def __setitem__(self, key: Sequence[int], value: LlamaState) -> None:

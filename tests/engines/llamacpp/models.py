@@ -188,7 +188,9 @@ def same(one: tuple[str, list[Any]], other: tuple[str, list[Any]]) -> bool:
     return one[0] == other[0] and np.array_equal(np.array(one[1]), np.array(other[1]))
 
 
-def split_answer(llm: Llama, prompt: list[int], at: int, first: Sequence[int] = ()) -> tuple[str, list[Any]]:
+def split_answer(
+    llm: Llama, prompt: list[int], at: int, first: Sequence[int] = (), n: int = 12
+) -> tuple[str, list[Any]]:
     """What a Llama without a store answers that has the first `at` tokens of the prompt in its context.
 
     It has evaluated them with all tokens of `first`, by default the prompt: kernels may round rows
@@ -200,4 +202,4 @@ def split_answer(llm: Llama, prompt: list[int], at: int, first: Sequence[int] = 
         llm._ctx.kv_cache_seq_rm(-1, at, -1)
         llm.n_tokens = at
         llm._requires_eval = True
-    return answer(llm, prompt)
+    return answer(llm, prompt, n)

@@ -84,6 +84,23 @@ def test_a_stored_prefix_replaces_a_shorter_one_in_the_context(cached: Make, pla
     assert llm.cache.last.restored_tokens == 128
 
 
+def test_a_prompt_shorter_than_a_block(cached: Make, plain: Make) -> None:
+    llm, prompt = cached(), tokens(5)
+    assert same(answer(llm, prompt, 4), split_answer(plain(), prompt, 0, n=4))
+    assert llm.cache.last == Figures(prompt_tokens=5)
+    assert not llm.cache.failures
+
+
+def test_what_the_context_holds_is_not_fetched(
+    cached: Make, plain: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = cached()
+    answer(llm, PROMPT)
+    monkeypatch.setattr(llm.cache._ns, "get", lambda *_, **__: pytest.fail("fetched"))
+    assert same(answer(llm, PROMPT), split_answer(plain(), PROMPT, 130))
+    assert not llm.cache.failures
+
+
 def test_the_next_turn_finds_the_answer_too(cached: Make, plain: Make) -> None:
     """The measure is the chat that kept its context between turns."""
     llm = cached()
@@ -194,6 +211,7 @@ def test_a_cache_of_another_llama_loads_nothing(cached: Make) -> None:
 
 def test_a_state_of_another_llama_is_not_stored(cached: Make) -> None:
     owner, other = cached(), cached()
+    owner.eval(tokens(len(PROMPT), seed=1))
     other.eval(PROMPT)
     owner.cache[PROMPT] = other.save_state()
     assert owner.cache.failures == {"store": 1}

@@ -164,7 +164,8 @@ def test_a_chat_handler_is_refused(plain: Make, client: Client) -> None:
 def test_a_key_that_is_no_tokens_is_a_miss(cached: Make) -> None:
     llm = cached()
     answer(llm, tokens(40))
-    for key in (["a"] * 40, [-1] * 40):
+    for key in (["a"] * 40, [-1] * 40, None):
         with pytest.raises(KeyError):
             llm.cache[key]
         assert key not in llm.cache
+    assert llm.cache.failures == {"restore": 3, "lookup": 3}

@@ -107,6 +107,19 @@ def test_salts_block_sizes_and_revisions_share_nothing(plain: Make, client: Clie
     assert after(revision="a", block_tokens=32) == 64
 
 
+def test_tokens_of_blocks_are_told_unless_a_salt_hides_them(
+    plain: Make, client: Client, salt: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for given, expected in ((salt, None), (b"", PROMPT[: 5 * BLOCK])):
+        llm = plain()
+        cache = KVStoreCache(llm, client, BLOCK, revision=salt.hex(), salt=given)
+        real, told = cache._ns.put, []
+        monkeypatch.setattr(cache._ns, "put", lambda *a, put=real, to=told: to.append(a[4]) or put(*a))
+        llm.set_cache(cache)
+        answer(llm, PROMPT, 1)
+        assert (cache.last.stored_blocks, told) == (5, [expected])
+
+
 @pytest.mark.parametrize("variable", ["LLAMA_ATTN_ROT_DISABLE", "LLAMA_CPP_LIB_PATH"])
 def test_variables_that_change_kv_are_another_namespace(
     cached: Make, monkeypatch: pytest.MonkeyPatch, variable: str
