@@ -1,4 +1,4 @@
-"""The TensorRT-LLM connector with KV pools on a real GPU, called by a fake of the executor."""
+"""The TensorRT-LLM connector with KV pools on a real GPU. A fake executor calls it, not TensorRT-LLM."""
 
 from __future__ import annotations
 
