@@ -37,11 +37,12 @@ class ExistenceChecks:
         self._cached: OrderedDict[Name, tuple[bool, float]] = OrderedDict()
 
     def note(self, name: Name, exists: bool) -> None:
-        """Caches a result."""
-        self._cached[name] = exists, self._now() + (_HIT_TTL_S if exists else _MISS_TTL_S)
-        self._cached.move_to_end(name)
-        if len(self._cached) > _MOST_CACHED:
-            self._cached.popitem(last=False)
+        """Caches a result. Forgets the oldest ones: those that have expired, and any above the bound."""
+        now, cached = self._now(), self._cached
+        cached[name] = exists, now + (_HIT_TTL_S if exists else _MISS_TTL_S)
+        cached.move_to_end(name)
+        while len(cached) > _MOST_CACHED or next(iter(cached.values()))[1] < now:
+            cached.popitem(last=False)
 
     def clear(self) -> None:
         """Drops all cached results."""
