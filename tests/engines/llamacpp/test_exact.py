@@ -42,7 +42,9 @@ def test_every_boundary(cached: Make, plain: Make, name: str, kind: str) -> None
     """Windows end within the prefix, and before it."""
     assert len(PROMPT) > 2 * WINDOW
     reference = plain(name, **KINDS[kind])
-    answer(cached(name, **KINDS[kind]), PROMPT)
+    first = cached(name, **KINDS[kind])
+    answer(first, PROMPT)
+    assert first.cache.last.denied_blocks == 0
     for blocks in (1, 3, 8):
         llm = cached(name, **KINDS[kind])
         prompt = PROMPT[: blocks * BLOCK] + tokens(BLOCK, seed=blocks)
