@@ -15,7 +15,7 @@ from tests.engines.llamacpp.models import BLOCK, MODELS, loaded, write_model
 
 SETTINGS = {"dram": {"limit": "256MiB", "huge_pages": False}}
 ROOMY = {"dram": {"limit": "1GiB", "huge_pages": False}}
-"""Blocks of each size need an extent of 64 MiB of their own, and the models and types of KV make ten sizes."""
+"""Blocks of each size need an extent of 64 MiB of their own. Models and types of KV make ten sizes."""
 
 
 @pytest.fixture(scope="session")
