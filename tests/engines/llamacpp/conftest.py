@@ -14,6 +14,8 @@ from kvstore_llamacpp import KVStoreCache
 from tests.engines.llamacpp.models import BLOCK, MODELS, loaded, write_model
 
 SETTINGS = {"dram": {"limit": "256MiB", "huge_pages": False}}
+ROOMY = {"dram": {"limit": "1GiB", "huge_pages": False}}
+"""Blocks of each size need an extent of 64 MiB of their own. Models and types of KV make ten sizes."""
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +26,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def daemon() -> Iterator[LocalDaemon]:
-    with LocalDaemon(SETTINGS) as served:
+    with LocalDaemon(ROOMY) as served:
         yield served
 
 

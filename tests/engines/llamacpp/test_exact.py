@@ -42,12 +42,15 @@ def test_every_boundary(cached: Make, plain: Make, name: str, kind: str) -> None
     """Windows end within the prefix, and before it."""
     assert len(PROMPT) > 2 * WINDOW
     reference = plain(name, **KINDS[kind])
-    answer(cached(name, **KINDS[kind]), PROMPT)
+    first = cached(name, **KINDS[kind])
+    answer(first, PROMPT)
+    assert first.cache.last.denied_blocks == 0
     for blocks in (1, 3, 8):
         llm = cached(name, **KINDS[kind])
         prompt = PROMPT[: blocks * BLOCK] + tokens(BLOCK, seed=blocks)
-        assert same(answer(llm, prompt), split_answer(reference, prompt, blocks * BLOCK, PROMPT))
-        assert llm.cache.last.restored_tokens == blocks * BLOCK
+        given = answer(llm, prompt)
+        assert llm.cache.last.restored_tokens == blocks * BLOCK, llm.cache.last
+        assert same(given, split_answer(reference, prompt, blocks * BLOCK, PROMPT))
 
 
 def test_no_prefix_the_whole_and_a_part(cached: Make, plain: Make) -> None:
