@@ -6,7 +6,7 @@ RUNS ?= 200
 # Keeps byte code: otherwise every test process would compile all modules.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all simulate crash test-engines test-gpu test-wheel check docs format bench dist install uninstall deb clean
+.PHONY: demo test test-all simulate crash soak test-engines test-gpu test-wheel check docs format bench dist install uninstall deb clean
 
 # STAY=1 keeps the daemon and a dashboard running until Ctrl-C.
 demo: $(READY)
@@ -17,12 +17,14 @@ PYTEST = $(BIN)/pytest --numprocesses 3 --dist loadfile
 test: $(READY)
 	$(PYTEST) -m "not long" --hypothesis-profile=quick
 
-# Adds the long tests: simulations with ALL_SEEDS seeds, and crashes of real daemons.
+# Adds the long tests: simulations with ALL_SEEDS seeds, crashes of real daemons, and load for ALL_HOURS.
 ALL_SEEDS ?= 1500
+ALL_HOURS ?= 0.17
 test-all: $(READY)
 	$(PYTEST)
 	$(MAKE) --no-print-directory simulate SEEDS=$(ALL_SEEDS) FIRST=1000
 	$(MAKE) --no-print-directory crash RUNS=30
+	$(MAKE) --no-print-directory soak HOURS=$(ALL_HOURS)
 
 # Simulated clock, network and devices; one run per seed. SEEDS=n: number of seeds, FIRST=n: the first seed.
 SEEDS ?= 1000
@@ -46,6 +48,11 @@ test-gpu: $(READY)
 crash: $(READY)
 	$(BIN)/python -m tests.crash --runs $(RUNS) $(if $(SEED),--seed $(SEED))
 	$(BIN)/python -m tests.crash.steps
+
+# Load, operators and failures for HOURS; fails if a byte is wrong or the daemon grows. OUT: a folder for samples.
+HOURS ?= 1
+soak: $(READY)
+	$(BIN)/python -m tests.soak --hours $(HOURS) $(if $(SEED),--seed $(SEED)) $(if $(OUT),--out $(OUT))
 
 # Builds sdist and wheel, and installs the wheel for every Python from 3.11 to 3.14 on PATH and in pyenv.
 test-wheel: $(READY)

@@ -13,6 +13,7 @@ import torch
 from transformers import DynamicCache
 
 from kvstore.errors import MisuseError
+from kvstore_transformers.caches import new_cache
 from kvstore_transformers.checks import check_layers
 
 
@@ -86,8 +87,8 @@ class Columns:
         self.width = min(self.width, width)
 
     def to_cache(self, config: Any) -> DynamicCache:
-        """Returns a DynamicCache with these columns."""
-        past = DynamicCache(config=config)
+        """Returns a cache with these columns."""
+        past = new_cache(config)
         if self.width:
             cut = [tensor[:, :, : self.width] for tensor in self._tensors]
             for layer, (keys, values) in enumerate(zip(cut[::2], cut[1::2], strict=True)):
@@ -103,7 +104,7 @@ def _tensors(past: DynamicCache) -> list[Any]:
 @torch.no_grad()
 def _probe(model: Any) -> list[Any]:
     """Returns keys and values of one token, (1, heads, 1, dim) each."""
-    past = DynamicCache(config=model.config)
+    past = new_cache(model.config)
     token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     model(input_ids=token, past_key_values=past, use_cache=True)
     check_layers(past)

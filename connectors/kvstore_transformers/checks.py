@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from kvstore.errors import MisuseError
+from kvstore_transformers.caches import WindowLayer, new_cache
 from kvstore_transformers.tails import eos_ids
 
 _SERVED_ROPES = {"default", "linear", "llama3", "proportional", "yarn"}
@@ -60,7 +60,9 @@ def check_model(model: Any, revision: str | None) -> None:
     for argument in ("past_key_values", "attention_mask", "position_ids"):
         if argument not in takes:
             raise MisuseError(f"{name} takes no {argument}", "only models with a DynamicCache can be served")
-    check_layers(DynamicCache(config=config))
+    if getattr(config, "attention_chunk_size", None) is not None:
+        raise MisuseError(f"{name} attends in chunks", "only full attention and windows can be served")
+    check_layers(new_cache(config))
     for rope in sorted(_all_rope_types(model)):
         if rope not in _SERVED_ROPES:
             raise MisuseError(
@@ -93,11 +95,11 @@ def check_not_sharded(model: Any) -> None:
 def check_layers(past: Any) -> None:
     """Refuses caches with a layer that does not keep the keys and values of every token."""
     for i, layer in enumerate(past.layers):
-        if type(layer) is not DynamicLayer:
+        if type(layer) not in (DynamicLayer, WindowLayer):
             raise MisuseError(
                 f"layer {i} of the cache is a {type(layer).__name__}",
-                "layers with sliding windows, chunks, linear attention, shared, static or quantized keys "
-                "can't be restored",
+                "layers with linear attention, shared, static or quantized keys can't be restored, "
+                "nor windows in a cache that PrefixCache.restore has not made",
             )
 
 

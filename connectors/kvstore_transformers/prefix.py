@@ -22,6 +22,7 @@ from transformers import DynamicCache
 
 from kvstore import Client, ExceptionBarrier, Key, chain_keys
 from kvstore_transformers.blocks import BlockShape, Columns
+from kvstore_transformers.caches import new_cache
 from kvstore_transformers.checks import check_call, check_layers, check_model, check_pads, check_settings
 from kvstore_transformers.identity import layout_of, settings_of
 from kvstore_transformers.tails import row_ends
@@ -151,7 +152,7 @@ class PrefixCache:
             past = columns.to_cache(self._model.config)
             self.last.restored_tokens = sum(max(0, columns.width - pad) for pad in pads)
             return past
-        return DynamicCache(config=self._model.config)
+        return new_cache(self._model.config)
 
     def _known_columns(self, keys: list[list[Key]], pads: list[int], width: int) -> int:
         """Returns how many leading columns are padding or stored in every row: whole groups, never all."""

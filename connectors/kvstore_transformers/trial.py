@@ -11,6 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from kvstore.errors import MisuseError
+from kvstore_transformers.caches import new_cache
 
 _TOKENS = 24
 _PREFIX = 12
@@ -30,10 +31,10 @@ def try_prefix(model: Any) -> None:
     """
     size = model.config.vocab_size
     tokens = torch.arange(1, _TOKENS + 1, device=model.device)[None] * 7 % size
-    prefix = _run(model, tokens[:, :_PREFIX], DynamicCache(config=model.config))
-    whole = _run(model, tokens, DynamicCache(config=model.config))
+    prefix = _run(model, tokens[:, :_PREFIX], new_cache(model.config))
+    whole = _run(model, tokens, new_cache(model.config))
     _compare(model, prefix, [tensor[:, :, :_PREFIX] for tensor in whole], "depend on the tokens that follow")
-    past = DynamicCache(config=model.config)
+    past = new_cache(model.config)
     for layer, (keys, values) in enumerate(zip(prefix[::2], prefix[1::2], strict=True)):
         past.update(keys, values, layer)
     rest = [tensor[:, :, _PREFIX:] for tensor in _run(model, tokens[:, _PREFIX:], past)]

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
-from kvstore.cli import blocks, device, events, ns, operate, policy, tenant, tier, top
+from kvstore.cli import blocks, bundle, device, events, ns, operate, policy, tenant, tier, top
 from kvstore.cli.lab import commands, live, record, trace
 from kvstore.cli.shared.commands import Commands
 
@@ -47,6 +47,7 @@ PANELS: dict[str, dict[str, Commands | Callable[..., Any]]] = {
     "Investigate": {
         "why": blocks.why,
         "doctor": operate.doctor,
+        "bundle": bundle.bundle,
         "fsck": operate.fsck,
         "trace": trace.app,
     },

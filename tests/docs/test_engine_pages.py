@@ -97,6 +97,26 @@ def test_every_model_that_sglang_serves_is_tested_and_on_the_page() -> None:
         assert NAMES.get(family, family) in page("sglang"), family
 
 
+def test_the_tensorrt_llm_page_has_every_option_with_its_default_and_every_model() -> None:
+    source = (CONNECTORS / "kvstore_trtllm/options.py").read_text(encoding="utf-8")
+    body = source.partition("class ConnectorOptions:")[2].partition("@classmethod")[0]
+    options = dict(re.findall(r"^    ([a-z_]+): (?:str|int|float) = (.*)$", body, re.MULTILINE))
+    text = page("tensorrt-llm")
+    table = text.partition("| key | default |")[2].partition("\n\n")[0]
+    rows = dict(re.findall(r"^\| `([a-z_]+)` \| (.*?) \|", table, re.MULTILINE))
+    assert set(rows) == set(options)
+    for name in ("deadline_s", "staging_mib", "recompute_tokens_per_s"):
+        assert rows[name] == f"`{options[name]}`"
+    settings = (CONNECTORS / "kvstore_trtllm/settings.py").read_text(encoding="utf-8")
+    served = settings.partition("SERVED_ARCHITECTURES = (")[2].partition(")")[0]
+    families = re.findall(r'"(\w+)ForCausalLM"', served)
+    assert len(families) == 6
+    for family in families:
+        assert NAMES.get(family, family) in text, family
+    for option in re.findall(r'"kv_cache_config\.(\w+)"', settings):
+        assert option in text or option in ("dtype", "disk_cache_size"), option
+
+
 def test_the_vllm_page_has_every_metric_and_every_name_in_the_log() -> None:
     source = (CONNECTORS / "kvstore_vllm/metrics.py").read_text(encoding="utf-8")
     section = page("vllm").partition("## Counters")[2].partition("\n## ")[0]
@@ -130,6 +150,33 @@ REFUSALS = {
         "--attn-cp-size is 2",
     ],
     "lmcache": ["nothing names the weights"],
+    "llama-cpp": [
+        "is a recurrent or hybrid model",
+        "is not tested",
+        "in several files",
+        "was changed after the process started",
+        "puts more than text into the context",
+        "swa_full is False",
+        "logits_all is set",
+        "a LoRA is set",
+        "writes states of versions",
+        "gives other logits",
+        "make a KVStoreCache for each Llama",
+    ],
+    "trtllm": [
+        "has sliding windows",
+        "has layers without full attention",
+        "has quantized weights",
+        "no test covers the model",
+        "the KV pool has the type",
+        "the KV pool has the shape",
+        "a rank cannot open the memory of rank 0",
+        "has another interface",
+        "was changed after the engine started",
+        "the daemon took the whole deadline",
+        "loads are slower: the memory for them cannot be page-locked",
+        "was promised blocks",
+    ],
     "transformers": [
         "takes no past_key_values",
         "takes no position_ids",
@@ -147,12 +194,18 @@ REFUSALS = {
 """What the pages quote: each is in the source of the connector, or in what tests expect of a real model."""
 
 
+PAGES = {"trtllm": "tensorrt-llm"}
+"""Pages with another name than the connector."""
+
+
 @pytest.mark.parametrize("name", REFUSALS)
 def test_quoted_messages_are_those_of_the_connector(name: str) -> None:
-    folders = (CONNECTORS / f"kvstore_{name}", ROOT / f"tests/engines/{name}")
+    package = name.replace("-", "")
+    folders = (CONNECTORS / f"kvstore_{package}", ROOT / f"tests/engines/{package}")
     source = "".join(path.read_text(encoding="utf-8") for folder in folders for path in folder.glob("*.py"))
+    text = page(PAGES.get(name, name))
     for words in REFUSALS[name]:
-        assert words in page(name), words
+        assert words in text, words
         assert words in source, words
 
 

@@ -55,7 +55,8 @@ def _make(engine: str, folder: Path, python: Path, pins: Path) -> None:
     _say(f"making the {engine} environment in {folder}: some minutes, and gigabytes, once")
     shutil.rmtree(folder, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-deps", "-r", pins]
+    # Some packages are built from source, which takes all cores for minutes: others go first.
+    pip = ["nice", python, "-m", "pip", "install", "--disable-pip-version-check", "--no-deps", "-r", pins]
     with subprocess.Popen([str(part) for part in pip], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:

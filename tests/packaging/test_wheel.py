@@ -63,7 +63,10 @@ def test_the_wheel_has_every_file_of_the_packages_and_nothing_else(dist: Path) -
         licenses = wheel.read(f"{NAME}.dist-info/licenses/LICENSE").decode()
         metadata = Parser().parsestr(wheel.read(f"{NAME}.dist-info/METADATA").decode())
     assert files == modules(ROOT) | {EXTENSION}
-    connectors = ("kvstore_lmcache", "kvstore_sglang", "kvstore_transformers", "kvstore_vllm")
+    connectors = (
+        "kvstore_llamacpp", "kvstore_lmcache", "kvstore_sglang", "kvstore_transformers", "kvstore_trtllm",
+        "kvstore_vllm",
+    )  # fmt: skip
     typed = {f"{package}/py.typed" for package in ("kvstore", *connectors)}
     assert files >= typed | {
         "kvstore/admin/page/index.html",

@@ -51,6 +51,7 @@ class Index:
         self._moved = 0
         self._unsettled = 0
         self._overflow: dict[tuple[int, bytes], int] = {}
+        self._first_words: npt.NDArray[np.uint64] | None = None
         self._one = np.empty(1, np.int64)
         self.count = 0
 
@@ -83,11 +84,22 @@ class Index:
                 old = np.empty(len(missing), np.int64)
                 index_find(self._old.parts, words[missing], info, old)
                 found[missing] = old
-            if self._overflow:
-                for i in missing.tolist():
-                    if found[i] < 0:
-                        found[i] = self._overflow.get((namespace, keys[i]), -1)
+            for i in self._may_overflow(words, missing):
+                if found[i] < 0:
+                    found[i] = self._overflow.get((namespace, keys[i]), -1)
         return found
+
+    def _may_overflow(self, words: npt.NDArray[np.uint64], missing: Rows) -> list[int]:
+        """Returns which of these keys have the first word of a key in the overflow."""
+        if not self._overflow:
+            return []
+        if self._first_words is None:
+            rows = np.fromiter(self._overflow.values(), np.int64, len(self._overflow))
+            self._first_words = np.sort(self._blocks.words[rows, 0])
+        first, wanted = self._first_words, words[missing, 0]
+        there = first[np.minimum(np.searchsorted(first, wanted), len(first) - 1)] == wanted
+        which: list[int] = missing[there].tolist()
+        return which
 
     def find_run(self, namespace: int, keys: Keys) -> int:
         """Returns the first of consecutive rows that have exactly these keys, else -1.
@@ -140,6 +152,7 @@ class Index:
     def _add(self, rows: Rows) -> None:
         for i in index_add(self._table.parts, rows):
             self._overflow[self._name(int(rows[i]))] = int(rows[i])
+            self._first_words = None
 
     def _name(self, row: int) -> tuple[int, bytes]:
         return int(self._blocks.namespace[row]), self._blocks.key(row)
@@ -152,6 +165,7 @@ class Index:
                 rows = rows[index_remove(table.parts, rows)]
         for row in rows.tolist():
             del self._overflow[self._name(row)]
+            self._first_words = None
 
     # -- growing
 
@@ -177,6 +191,7 @@ class Index:
         if self._unsettled > 0:
             some = list(islice(self._overflow, _SETTLE))
             self._unsettled -= _SETTLE
+            self._first_words = None
             self._add(np.array([self._overflow.pop(name) for name in some], np.int64))
 
     def ram_bytes(self) -> int:

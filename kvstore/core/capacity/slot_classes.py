@@ -44,10 +44,10 @@ class SlotClass:
         self.free = end
 
     def pop(self, n: int) -> Slots:
-        """Removes up to n free slots, the latest freed first."""
+        """Removes up to n free slots, the latest freed. Returns them in ascending order: in long runs."""
         n = min(n, self.free)
         self.free -= n
-        return self.stack[self.free : self.free + n][::-1].astype(np.int64)
+        return np.sort(self.stack[self.free : self.free + n]).astype(np.int64)
 
     def keep_free(self, which: npt.NDArray[np.bool_]) -> None:
         """Removes all other slots from the free ones."""

@@ -159,7 +159,7 @@ class Limits:
     """Limits of clients and calls."""
 
     batch_keys: int = 4096
-    reserve_keys: int = 128
+    reserve_keys: int = 256
     leases_per_client: int = 1024
     namespaces: int = 4096
     namespaces_per_tenant: int = 4096

@@ -41,7 +41,7 @@ _PAGE_BITS = 32 - _SLOT_BITS
 _PAGE_KEY = struct.Struct(">II")
 _FACTORS = np.arange(1, 26, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) | np.uint64(1)
 _MOST_NUMBERS = 1 << 20  # of namespaces or extents; more is damage
-_CHUNK = 1 << 12  # pages that exist as Python objects at one time while loading
+_CHUNK = 1 << 8  # pages that are decoded at one time: about 1 MB, which stays in the cache of a core
 
 _NUMBERS = [("ns", "<u4"), ("length", "<u4"), ("version", "<u8"), ("checksum", "<u8"), ("stored_at", "<f8")]
 _FIXED = [*_NUMBERS, ("check", "<u8"), ("key_bytes", "u1"), ("parent_bytes", "u1"), ("zeros", "u1", 6)]
@@ -130,11 +130,11 @@ def packed(
     parent_bytes: NDArray[np.uint8],
     numbers: dict[str, NDArray[Any]],
 ) -> SlotRecords:
-    """Returns records of blocks. Keys have shape (n, 64), padded with zeros. `numbers`: the other columns."""
+    """Returns records of blocks. Keys have one width, padded with zeros. `numbers`: the other columns."""
     rows = np.zeros(len(keys), ROW)
     for name, _ in _NUMBERS:
         rows[name] = numbers[name]
-    rows["key"], rows["parent"] = keys, parents
+    rows["key"][:, : keys.shape[1]], rows["parent"][:, : parents.shape[1]] = keys, parents
     rows["key_bytes"], rows["parent_bytes"] = key_bytes, parent_bytes
     rows["check"] = checks(keys, parents, [numbers[name] for name in CHECKED], key_bytes, parent_bytes)
     return SlotRecords(places(numbers["extent"], numbers["index"]), rows)
@@ -234,7 +234,8 @@ def _page_keys(numbers: Places) -> list[bytes]:
 class Blocks:
     """All records as numpy columns of one length, oldest first; of one age, lowest version first.
 
-    `keys` and `parents` have shape (n, 64), padded with zeros. Numbers are in the machine's byte order.
+    `keys` and `parents` have the width of the longest ones, a multiple of 8, padded with zeros. Numbers are
+    in the machine's byte order.
     """
 
     ns: NDArray[np.uint32]
@@ -271,7 +272,7 @@ class Blocks:
 
     def superseded(self, usable: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Returns which usable records have a block that a later usable record has in another slot."""
-        hashes = self.keys.view("<u8") @ _FACTORS[: MAX_KEY_BYTES // 8]
+        hashes = self.keys.view("<u8") @ _FACTORS[: self.keys.shape[1] // 8]
         hashes += self.key_bytes * _FACTORS[8] + self.ns * _FACTORS[9]
         # Values are sorted several times as fast as their indices, and seldom are two alike.
         ordered = np.sort(hashes[usable])
@@ -286,11 +287,12 @@ class Blocks:
         return old
 
 
+_KEYS = "keys", "parents"
 _DTYPES: dict[str, Any] = {
     "ns": np.uint32,
-    "keys": (np.uint8, MAX_KEY_BYTES),
+    "keys": np.uint8,
     "key_bytes": np.uint8,
-    "parents": (np.uint8, MAX_KEY_BYTES),
+    "parents": np.uint8,
     "parent_bytes": np.uint8,
     "extent": np.uint32,
     "index": np.uint32,
@@ -315,7 +317,8 @@ class Damaged:
 
 def unpack(pages: Iterable[tuple[bytes, bytes]], count: int) -> tuple[Blocks, Damaged]:
     """Returns the blocks of `count` pages, and what is damaged."""
-    columns = {name: np.zeros(count * PAGE_SLOTS, dtype) for name, dtype in _DTYPES.items()}
+    n = count * PAGE_SLOTS
+    columns = {name: np.zeros((n, 8) if name in _KEYS else n, dtype) for name, dtype in _DTYPES.items()}
     rest, at = iter(pages), 0
     damaged = Damaged()
     bad: list[Places] = []
@@ -325,6 +328,7 @@ def unpack(pages: Iterable[tuple[bytes, bytes]], count: int) -> tuple[Blocks, Da
             page = np.repeat(np.frombuffer(b"".join(keys), ">u4").reshape(-1, 2), PAGE_SLOTS, axis=0)
             extent, index = page[:, 0].astype(np.uint32), page[:, 1].astype(np.uint32) * np.uint32(PAGE_SLOTS)
             index += np.tile(np.arange(PAGE_SLOTS, dtype=np.uint32), len(values))
+            _widen(columns, at, width)
             good = _fill(columns, at, rows, extent, index)
             at += int(good.sum())
             others = np.flatnonzero(~good)
@@ -353,6 +357,15 @@ def _by_width(
     for width, some in by_width.items():
         keys, values = zip(*some, strict=True)
         yield width, keys, values
+
+
+def _widen(columns: dict[str, NDArray[Any]], at: int, width: int) -> None:
+    """Makes room for keys of `width` bytes. `at` rows are filled."""
+    for name in _KEYS:
+        narrow = columns[name]
+        if narrow.shape[1] < width:
+            columns[name] = np.zeros((len(narrow), width), np.uint8)
+            columns[name][:at, : narrow.shape[1]] = narrow[:at]
 
 
 def _fill(

@@ -79,3 +79,10 @@ def test_thousands_of_rows_come_and_go() -> None:
     assert len(again) == 2000
     assert len(np.unique(np.concatenate((again, rows[1::2])))) == 4500
     assert blocks.used == 4500
+
+
+def test_keys_that_share_their_first_word_are_distinct() -> None:
+    keys = [b"same-one" + bytes([i]) * 24 for i in range(4)]
+    assert Keys(b"".join(keys), 32).distinct
+    assert not Keys(b"".join([*keys, keys[1]]), 32).distinct
+    assert Keys(b"", 32).distinct

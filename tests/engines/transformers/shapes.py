@@ -66,6 +66,8 @@ NEO = {
     "window_size": 32,
     "initializer_range": 0.2,
 }
+UPPER_WINDOWS = {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2}
+CHUNKS = {"attention_chunk_size": 32, "intermediate_size_mlp": 96}
 T5 = {"vocab_size": 64, "d_model": 16, "num_layers": 1}
 LINEAR = {
     "linear_num_value_heads": 4,
@@ -140,19 +142,34 @@ SERVED: dict[str, Callable[[], Any]] = {
     "learned positions of OPT": of("OPTForCausalLM", **OPT),
     "local attention over a full cache": of("GPTNeoForCausalLM", NEO),
     "soft caps": of("GemmaForCausalLM"),
+    "window smaller than a block": of("MistralForCausalLM", sliding_window=9),
+    "window smaller than the prompt": of("MistralForCausalLM", sliding_window=32),
+    "window larger than the prompt": of("MistralForCausalLM", sliding_window=512),
+    "window of Phi-3": of("Phi3ForCausalLM", sliding_window=32),
+    "window of StarCoder2": of("Starcoder2ForCausalLM", sliding_window=32),
+    "interleaved windows of Gemma 2": of("Gemma2ForCausalLM", sliding_window=32),
+    "interleaved windows of Gemma 3": of("Gemma3ForCausalLM", sliding_window=32),
+    "interleaved windows with a GQA of Qwen2": of(
+        "Qwen2ForCausalLM",
+        use_sliding_window=True,
+        sliding_window=32,
+        max_window_layers=2,
+        num_key_value_heads=2,
+    ),
+    "sinks": gpt_oss,
 }
 
-WINDOW = "is a DynamicSlidingWindowLayer"
 LINEAR_LAYER = "is a LinearAttentionLayer"
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "window smaller than the prompt": (of("MistralForCausalLM", sliding_window=32), WINDOW),
-    "window larger than the prompt": (of("MistralForCausalLM", sliding_window=512), WINDOW),
-    "window of Phi-3": (of("Phi3ForCausalLM", sliding_window=32), WINDOW),
-    "window of StarCoder2": (of("Starcoder2ForCausalLM", sliding_window=32), WINDOW),
-    "interleaved windows of Gemma 2": (of("Gemma2ForCausalLM", sliding_window=32), WINDOW),
-    "interleaved windows of Gemma 3": (of("Gemma3ForCausalLM", sliding_window=32), WINDOW),
-    "sinks": (gpt_oss, WINDOW),
+    "chunks": (
+        of("Llama4ForCausalLM", attention_chunk_size=32, intermediate_size_mlp=96, **MOE),
+        "in chunks",
+    ),
+    "shared keys of Gemma 3n": (
+        of("Gemma3nForCausalLM", num_kv_shared_layers=2, vocab_size_per_layer_input=512),
+        "layer",
+    ),
     "dynamic rope": (of("LlamaForCausalLM", **rope("dynamic")), "dynamic position"),
     "longrope": (of("Phi3ForCausalLM", **rope("longrope", **LONG)), "longrope position"),
     "Qwen3-Next": (of("Qwen3NextForCausalLM", **LINEAR), LINEAR_LAYER),

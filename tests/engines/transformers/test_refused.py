@@ -89,11 +89,7 @@ def half_loaded() -> Any:
 
 
 MODELS = {
-    "layer 0 of the cache is a DynamicSlidingWindowLayer": lambda: MistralForCausalLM(
-        MistralConfig(**TINY, sliding_window=8)
-    ),
-    "layer 1 of the cache is a DynamicSlidingWindowLayer": mixed,
-    "layer 0 of the cache is a DynamicSlidingWindowLayer ": chunked,
+    "Llama4ForCausalLM attends in chunks": chunked,
     "MambaForCausalLM takes no past_key_values": lambda: MambaForCausalLM(
         MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4)
     ),
@@ -220,6 +216,9 @@ def test_a_model_that_changed(cache: PrefixCache) -> None:
 def test_custom_caches(cache: PrefixCache) -> None:
     static = StaticCache(config=cache._model.config, max_cache_len=8)
     refuses("is a StaticLayer", lambda: cache.store(static, torch.tensor([[5, 6, 7, 8]])))
+    # A cache of transformers drops the tokens outside the window.
+    dropping = DynamicCache(config=mixed().config)
+    refuses("is a DynamicSlidingWindowLayer", lambda: cache.store(dropping, torch.tensor([[5, 6, 7, 8]])))
 
 
 def test_sizes() -> None:

@@ -149,7 +149,7 @@ class TestKeeping:
     def test_a_new_one_is_empty(self, journal: Journal) -> None:
         loaded = journal.load()
         assert (loaded.namespaces, loaded.extents, len(loaded.blocks)) == ({}, {}, 0)
-        assert loaded.blocks.keys.shape == (0, 64)
+        assert loaded.blocks.keys.shape == (0, 8)
 
     def test_everything_survives_a_reopen(self, tmp_path: Path, answers: Answers) -> None:
         namespace = Namespace("tenant", {"model": "m", "block_bytes": 65536}, bytes(range(16)))

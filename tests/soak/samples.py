@@ -1,0 +1,75 @@
+"""What a daemon uses, by the second, and whether it grows."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+WARM_UP = 0.4
+"""The share of a daemon's life in which it may grow: its index and its statistics fill."""
+LEAST_S = 120.0
+"""A shorter life says nothing."""
+
+SLACK = {
+    "anonymous_mib": 6.0, "shared_mib": 4.0, "descriptors": 6.0, "threads": 3.0, "records_mib": 4.0,
+    "leases": 8.0, "reservations": 8.0, "namespaces": 2.0,
+}  # fmt: skip
+"""Growth within the rest of a life that is noise, by figure. A leak of every request is far above."""
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """How much a figure grew within a life without its warm-up, by a line through its samples."""
+
+    figure: str
+    grown: float
+    per_hour: float
+    samples: int
+
+    @property
+    def is_leak(self) -> bool:
+        """Whether it grew by more than noise."""
+        return self.grown > SLACK[self.figure]
+
+
+def sample(pid: int, folder: Path, status: dict[str, object]) -> dict[str, float]:
+    """Returns the figures of a daemon now. `folder`: of its data. Raises OSError if it has ended."""
+    lines = (line.split(":") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    facts = {name: value.split() for name, value in lines}
+    records = sum(file.stat().st_size for file in folder.glob("nvme*/records/data.mdb"))
+    counted = {name: float(str(status[name])) for name in ("leases", "reservations", "namespaces")}
+    return {
+        "anonymous_mib": int(facts["RssAnon"][0]) / 1024,
+        "shared_mib": int(facts["RssShmem"][0]) / 1024,
+        "threads": float(facts["Threads"][0]),
+        "descriptors": float(len(list(Path(f"/proc/{pid}/fd").iterdir()))),
+        "records_mib": records / (1 << 20),
+        **counted,
+    }
+
+
+def growths(times_s: Sequence[float], samples: Sequence[dict[str, float]]) -> list[Growth]:
+    """Returns the growth of each figure within one life; nothing for a short one."""
+    first = math.ceil(len(times_s) * WARM_UP)
+    times, rest = np.array(times_s[first:]), samples[first:]
+    if not times_s or times_s[-1] - times_s[0] < LEAST_S or len(rest) < 3:
+        return []
+    found = []
+    for figure in SLACK:
+        slope = _slope(times, np.array([each[figure] for each in rest]))
+        span = float(times[-1] - times[0])
+        found.append(Growth(figure, slope * span, slope * 3600, len(rest)))
+    return found
+
+
+def _slope(times: np.ndarray, values: np.ndarray) -> float:
+    """Returns the median of the slopes between samples (Theil-Sen): a few outliers do not change it."""
+    step = max(1, len(times) // 400)
+    times, values = times[::step], values[::step]
+    i, j = np.triu_indices(len(times), 1)
+    return float(statistics.median(((values[j] - values[i]) / (times[j] - times[i])).tolist()))

@@ -1,0 +1,61 @@
+"""The soak in small, and that it sees what it looks for."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+
+from tests.daemons import names, payloads
+from tests.soak.engines import Engine
+from tests.soak.outcome import Life, Outcome, Plan
+from tests.soak.run import run
+from tests.soak.samples import SLACK, growths
+
+
+def life_of(per_s: float, noise: float = 0.3, seconds: int = 600, jumps: float = 0.0) -> Life:
+    """A life whose memory grows, with the noise of an allocator, and jumps in its warm-up."""
+    dice = np.random.default_rng(1)
+    times = [float(s) for s in range(seconds)]
+    level = 100 + per_s * np.arange(seconds) + noise * dice.standard_normal(seconds)
+    level[100:] += jumps
+    return Life(times, [{**dict.fromkeys(SLACK, 5.0), "anonymous_mib": value} for value in level.tolist()])
+
+
+def test_growth_is_found_below_noise_and_behind_a_warm_up() -> None:
+    for per_s, leaks in ((0.0, []), (0.05, ["anonymous_mib"])):
+        life = life_of(per_s, noise=5.0, jumps=40.0)
+        assert [each.figure for each in growths(life.times_s, life.samples) if each.is_leak] == leaks
+
+
+def test_gets_that_become_slower_are_found() -> None:
+    life = life_of(0.0)
+    life.gets = [(float(s), 2.0) for s in range(600) for _ in range(3)]
+    assert life.slower() == 1.0
+    life.gets = [(at, 2.0 if at < 450 else 9.0) for at, _ in life.gets]
+    outcome = Outcome(Plan(600, 1, 1, 1), [life])
+    outcome.counts["hits"] = 1
+    outcome.judge()
+    assert outcome.failures == ["life 1: the p99 of gets became 4.5 times as long"]
+
+
+def test_a_soak_in_small(tmp_path: Path) -> None:
+    outcome = run(Plan(24.0, 7, 2, 20.0), tmp_path, io.StringIO())
+    assert outcome.failures == []
+    for done in ("hits", "stored", "hold", "states"):
+        assert outcome.counts[done] > 0, outcome.text()
+    assert outcome.done.total() > 0
+    assert (tmp_path / "soak.svg").stat().st_size > 1000
+    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) >= 10
+
+
+def test_other_bytes_are_seen() -> None:
+    engine = Engine("unix:///nowhere", "", "amber", 1)
+    keys = names(2, "x")
+    out = payloads(keys, 64, engine._salt).copy()
+    engine._compare(keys, out)
+    assert not engine.report.wrong
+    out[1, 5] ^= 1
+    engine._compare(keys, out)
+    assert len(engine.report.wrong) == 1
