@@ -23,6 +23,20 @@ SERVED_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 """The served values of --hicache-mem-layout."""
 
 
+def check_layout(layout: str) -> None:
+    """Raises ConfigError for a layout of the host pool that is not served."""
+    if layout not in SERVED_LAYOUTS:
+        raise ConfigError(f"--hicache-mem-layout is {layout}", f"served are {', '.join(SERVED_LAYOUTS)}")
+
+
+def check_size(page_bytes: int) -> None:
+    """Raises ConfigError for pages that are too large for a block."""
+    try:
+        Layout("any", page_bytes)
+    except MisuseError as error:
+        raise ConfigError(f"a page is too large for a block: {error}", "a smaller --page-size") from error
+
+
 class HostPages:
     """Copies pages between a host pool and slots. Several threads may call, for different pages.
 
@@ -38,10 +52,7 @@ class HostPages:
                 "models with full or latent attention are served, with as large values as keys: "
                 "leave out --hicache-storage-backend",
             )
-        if pool.layout not in SERVED_LAYOUTS:
-            raise ConfigError(
-                f"--hicache-mem-layout is {pool.layout}", f"served are {', '.join(SERVED_LAYOUTS)}"
-            )
+        check_layout(pool.layout)
         self.page_tokens = int(pool.page_size)
         self.layout = str(pool.layout)
         self.dtype = str(pool.dtype).removeprefix("torch.")
@@ -56,10 +67,7 @@ class HostPages:
         self._pages = int(pool.page_num)
         self._memory = PagedMemory(self._layers(pool.kv_buffer), self._pages)
         self.page_bytes = self._memory.page_bytes
-        try:
-            Layout("any", self.page_bytes)
-        except MisuseError as error:
-            raise ConfigError(f"a page is too large for a block: {error}", "a smaller --page-size") from error
+        check_size(self.page_bytes)
 
     def save(self, reservation: Reservation, page_ids: npt.NDArray[np.int64]) -> None:
         """Fills all slots of a reservation from these pages."""

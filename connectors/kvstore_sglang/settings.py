@@ -75,8 +75,14 @@ class BackendSettings:
 
 def check_engine(config: Any) -> None:
     """Raises ConfigError for an engine that is not served. `config`: its HiCacheStorageConfig."""
+    for refusal in refusals(config):
+        raise refusal
+
+
+def refusals(config: Any) -> Iterator[ConfigError]:
+    """Yields every reason why the engine of this process is not served. `config`: see `check_engine`."""
     for what, hint in (*_refusals_of_model(), *_refusals_of_options(config)):
-        raise ConfigError(what, hint)
+        yield ConfigError(what, hint)
 
 
 def _refusals_of_model() -> Iterator[tuple[str, str]]:
@@ -108,7 +114,6 @@ def _refusals_of_options(config: Any) -> Iterator[tuple[str, str]]:
         "--attn-cp-size": (config.attn_cp_size, (1,)),
         "--dcp-size": (config.dcp_size, (1,)),
         "--device": (str(get_device().device).partition(":")[0], SERVED_DEVICES),
-        "--quantization": (get_model().quantization, (None,)),
         "--kv-cache-dtype": (get_model().kv_cache_dtype, ("auto",)),
         "--model-impl": (str(get_model().model_impl), ("auto", "sglang")),
         "--speculative-algorithm": (get_spec().speculative_algorithm, (None,)),

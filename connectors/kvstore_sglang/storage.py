@@ -243,7 +243,7 @@ class HiCacheKVStore(HiCacheStorage):  # type: ignore[misc, unused-ignore]
 
         Asks for a damaged block once more: another tier may have a good copy.
         """
-        left, filled, bad = self._timer(), 0, -1
+        left, filled, bad = _timer(self._settings.deadline_s), 0, -1
         while filled < len(keys):
             with namespace.acquire(keys[filled:], left()) as lease:
                 granted = len(lease)
@@ -269,7 +269,7 @@ class HiCacheKVStore(HiCacheStorage):  # type: ignore[misc, unused-ignore]
             pages.save(reservation, ids[reservation.wanted])
             return True
 
-        left = self._timer()
+        left = _timer(self._settings.deadline_s)
         [result] = self._client.put([Put(namespace, keys, fill, parent)], left())
         if result.denied == len(keys) and parent is not None and not namespace.contains([parent], left())[0]:
             # The daemon has lost the prefix, which the engine still has: it will ask for what follows alone.
@@ -289,12 +289,6 @@ class HiCacheKVStore(HiCacheStorage):  # type: ignore[misc, unused-ignore]
             )
         return bytes.fromhex(prefix[-1]) if prefix else None
 
-    def _timer(self) -> Callable[[], float]:
-        """Returns a function that returns the seconds until the deadline of a call that begins now."""
-        ends = time.monotonic() + self._settings.deadline_s
-        # A deadline of 0 would be misuse.
-        return lambda: max(0.001, ends - time.monotonic())
-
     def _note(self, kind: str, pages: int, page_bytes: int, began: float) -> None:
         """Notes a transfer, "prefetch" or "backup", for SGLang's metrics, if they are on."""
         if self._config.enable_storage_metrics and pages:
@@ -302,6 +296,13 @@ class HiCacheKVStore(HiCacheStorage):  # type: ignore[misc, unused-ignore]
             with self._lock:
                 getattr(self._stats, f"{kind}_pgs").append(pages)
                 getattr(self._stats, f"{kind}_bandwidth").append(bandwidth)
+
+
+def _timer(deadline_s: float) -> Callable[[], float]:
+    """Returns a function that returns the seconds until the deadline of a call that begins now."""
+    ends = time.monotonic() + deadline_s
+    # A deadline of 0 would be misuse.
+    return lambda: max(0.001, ends - time.monotonic())
 
 
 def _decoded(keys: Sequence[str]) -> list[Key]:

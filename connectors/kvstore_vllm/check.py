@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from kvstore import Layout
 from kvstore.errors import ConfigError, KVStoreError, MisuseError
-from kvstore.tier_sizes import how_often
+from kvstore.model_check import PromptReport, prompt_lengths
 from kvstore_vllm.dry_engine import DryEngine, Stage, derive
 from kvstore_vllm.groups import Group, groups_of, stored_blocks
 from kvstore_vllm.identity import configured
@@ -30,8 +30,6 @@ CONNECTOR = {
     "kv_load_failure_policy": "recompute",
 }
 """The value of --kv-transfer-config for engines that are given none."""
-PROMPTS = (1 << 10, 8 << 10, 32 << 10, 128 << 10)
-"""Lengths of prompts to report, in tokens, as far as the model takes them. The longest one is added."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +48,6 @@ class GroupReport:
     shard_bytes: list[int]
     block_bytes: int
     token_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class PromptReport:
-    """What is stored of a prompt that shares nothing with others, and how many such prompts fit in a tier.
-
-    `blocks`: the stored blocks by group, of each shard.
-    """
-
-    tokens: int
-    blocks: list[int]
-    stored_bytes: int
-    dram: int
-    nvme: int
 
 
 @dataclass(slots=True)
@@ -226,9 +210,8 @@ def _examine(report: Report, engine: DryEngine) -> None:
             )
         )
     if report.served:
-        longest = config.model_config.max_model_len
-        lengths = {tokens for tokens in PROMPTS if tokens <= longest} | {min(longest, PROMPTS[-1])}
-        report.prompts = [_prompt(report, groups, shards, tokens) for tokens in sorted(lengths)]
+        lengths = prompt_lengths(config.model_config.max_model_len)
+        report.prompts = [_prompt(report, groups, shards, tokens) for tokens in lengths]
 
 
 def _shard_bytes(report: Report, stage: Stage, groups: list[Group]) -> list[int]:
@@ -267,9 +250,4 @@ def _prompt(report: Report, groups: list[Group], shards: list[list[int]], tokens
     for shard in shards:
         for block_bytes, count in zip(shard, counts, strict=True):
             blocks[block_bytes] += count * report.shards
-    stored_bytes = sum(block_bytes * count for block_bytes, count in blocks.items())
-    dram, nvme = (
-        how_often(blocks, limit, memory) if stored_bytes else 0
-        for limit, memory in ((report.dram_bytes, True), (report.nvme_bytes, False))
-    )
-    return PromptReport(tokens, counts, stored_bytes, dram, nvme)
+    return PromptReport.of(tokens, counts, blocks, report.dram_bytes, report.nvme_bytes)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from kvstore.tier_sizes import format_size
+from kvstore.model_check import prompts_table, refusals_text, size_text, table
 
 if TYPE_CHECKING:
     from kvstore_vllm.check import GroupReport, Report
@@ -26,8 +25,8 @@ def as_text(report: Report) -> str:
     if report.groups:
         parts += [_groups(report), _engine(report)]
     if report.prompts:
-        parts.append(_prompts(report))
-    parts.append(_settings(report) if report.served else _refusals(report))
+        parts.append(prompts_table(report.prompts, report.dram_bytes, report.nvme_bytes))
+    parts.append(_settings(report) if report.served else refusals_text(report.refusals))
     return "\n\n".join(parts)
 
 
@@ -48,7 +47,7 @@ def _groups(report: Report) -> str:
     rows = [_group(number, group) for number, group in enumerate(report.groups)]
     total = sum(group.token_bytes for group in report.groups)
     layers = sum(group.layers for group in report.groups)
-    rows.append(["all", "", f"{layers:,}", "", "", "", "", _size(total)])
+    rows.append(["all", "", f"{layers:,}", "", "", "", "", size_text(total)])
     return table([head, *rows], "llrrrrrr")
 
 
@@ -60,9 +59,9 @@ def _group(number: int, group: GroupReport) -> list[str]:
         f"{group.layers:,}",
         f"{group.window_tokens:,}" if group.window_tokens else "-",
         f"{group.block_tokens:,}",
-        _size(group.block_bytes),
-        " to ".join(_size(size) for size in dict.fromkeys((shards[0], shards[-1]))),
-        _size(group.token_bytes),
+        size_text(group.block_bytes),
+        " to ".join(size_text(size) for size in dict.fromkeys((shards[0], shards[-1]))),
+        size_text(group.token_bytes),
     ]
 
 
@@ -73,40 +72,5 @@ def _engine(report: Report) -> str:
     )
 
 
-def _prompts(report: Report) -> str:
-    tiers = [("DRAM", report.dram_bytes), ("NVMe", report.nvme_bytes)]
-    head = ["prompt", "stored", *(f"in {_size(limit)} {name}" for name, limit in tiers)]
-    rows = [
-        [
-            f"{each.tokens:,}",
-            _size(each.stored_bytes),
-            *(f"{count:,}" if each.stored_bytes else "-" for count in (each.dram, each.nvme)),
-        ]
-        for each in report.prompts
-    ]
-    return table([head, *rows], "rrrr")
-
-
 def _settings(report: Report) -> str:
     return f"settings\n  --kv-transfer-config '{json.dumps(report.connector)}'"
-
-
-def _refusals(report: Report) -> str:
-    return "\n".join(f"refused  {reason}\n  hint   {hint}" for reason, hint in report.refusals)
-
-
-def _size(nbytes: int) -> str:
-    return format_size(nbytes) if nbytes else "-"
-
-
-def table(rows: Sequence[Sequence[str]], align: str) -> str:
-    """Returns rows as aligned columns. `align`: `l` or `r` for each column."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = (
-            cell.ljust(width) if side == "l" else cell.rjust(width)
-            for cell, width, side in zip(row, widths, align, strict=True)
-        )
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)

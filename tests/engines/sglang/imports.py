@@ -12,4 +12,4 @@ import sglang.srt.managers.scheduler
 import sglang.srt.mem_cache.unified_radix_cache
 import sglang.srt.models.registry  # noqa: F401
 
-import kvstore_sglang  # noqa: F401
+import kvstore_sglang.storage  # noqa: F401

@@ -62,7 +62,7 @@ OPTIONS = {
     "get_disagg": {"disaggregation_mode": "null"},
     "get_lora": {"enable_lora": None},
     "get_memory": {"hicache_host_memory_mode": "cache"},
-    "get_model": {"quantization": None, "kv_cache_dtype": "auto", "model_impl": "auto"},
+    "get_model": {"kv_cache_dtype": "auto", "model_impl": "auto"},
     "get_parallel": {"enable_dp_attention": False},
     "get_spec": {"speculative_algorithm": None},
 }
@@ -110,7 +110,6 @@ def test_a_served_engine_passes(check: Callable[..., None]) -> None:
         ({"config": {"dcp_size": 2}}, "--dcp-size is 2"),
         ({"get_parallel": {"enable_dp_attention": True}}, "--enable-dp-attention is True"),
         ({"get_device": {"device": "xpu"}}, "--device is xpu"),
-        ({"get_model": {"quantization": "fp8"}}, "--quantization is fp8"),
         ({"get_model": {"kv_cache_dtype": "fp8_e4m3"}}, "--kv-cache-dtype is fp8_e4m3"),
         ({"get_model": {"model_impl": "transformers"}}, "--model-impl is transformers"),
         ({"get_spec": {"speculative_algorithm": "EAGLE"}}, "--speculative-algorithm is EAGLE"),
