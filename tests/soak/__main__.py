@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import random
-import signal
 import sys
 from pathlib import Path
 
+from kvstore.cli.shared.options import unwind_on_sigterm
 from tests.soak.outcome import Plan
 from tests.soak.run import run
 
@@ -22,8 +22,7 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=20.0, help="steps a second of each engine")
     parser.add_argument("--out", type=Path, help="a folder for samples.jsonl and soak.svg")
     options = parser.parse_args()
-    # As Ctrl-C does: the daemon and the engines must end too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    unwind_on_sigterm()
     plan = Plan(options.hours * 3600, options.seed, options.lives, options.rate)
     outcome = run(plan, options.out, sys.stdout)
     print(outcome.text())

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,11 @@ from llama_cpp import Llama
 from kvstore import Client
 from kvstore.lab.local_daemon import LocalDaemon
 from kvstore_llamacpp import KVStoreCache
+from tests.engines import stores
 from tests.engines.llamacpp.models import BLOCK, MODELS, loaded, write_model
 
-SETTINGS = {"dram": {"limit": "256MiB", "huge_pages": False}}
+client, own_daemon, salt = stores.client, stores.own_daemon, stores.salt
+
 ROOMY = {"dram": {"limit": "1GiB", "huge_pages": False}}
 """Blocks of each size need an extent of 64 MiB of their own. Models and types of KV make ten sizes."""
 
@@ -28,24 +29,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def daemon() -> Iterator[LocalDaemon]:
     with LocalDaemon(ROOMY) as served:
         yield served
-
-
-@pytest.fixture
-def own_daemon() -> Iterator[LocalDaemon]:
-    with LocalDaemon(SETTINGS) as served:
-        yield served
-
-
-@pytest.fixture
-def client(daemon: LocalDaemon) -> Iterator[Client]:
-    with Client(daemon.url, deadline_s=10.0) as connected:
-        yield connected
-
-
-@pytest.fixture
-def salt() -> bytes:
-    """Blocks under it are this test's alone."""
-    return os.urandom(8)
 
 
 @pytest.fixture

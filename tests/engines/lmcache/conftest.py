@@ -14,24 +14,14 @@ from lmcache.v1.platform import consume_fd
 
 from kvstore.lab.local_daemon import LocalDaemon
 from kvstore_lmcache import KVStoreAdapter
+from tests.engines import stores
 
-SETTINGS = {"dram": {"limit": "256MiB", "huge_pages": False}}
+daemon, own_daemon = stores.daemon, stores.own_daemon
+
 SHAPE = (2, 4, 16, 64)  # K and V, layers, tokens, heads and their dimensions
 WAIT_S = 20
 
 _number = itertools.count()
-
-
-@pytest.fixture(scope="session")
-def daemon() -> Iterator[LocalDaemon]:
-    with LocalDaemon(SETTINGS) as served:
-        yield served
-
-
-@pytest.fixture
-def own_daemon() -> Iterator[LocalDaemon]:
-    with LocalDaemon(SETTINGS) as served:
-        yield served
 
 
 @pytest.fixture

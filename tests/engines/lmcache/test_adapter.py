@@ -22,7 +22,8 @@ from kvstore.daemon.tenancy.auth import hash_of, new_token
 from kvstore.errors import ConfigError
 from kvstore.lab.local_daemon import LocalDaemon
 from kvstore_lmcache import KVStoreAdapter, naming
-from tests.engines.lmcache.conftest import SETTINGS, bytes_of, descs, load, look_up, names, store, things
+from tests.engines.lmcache.conftest import bytes_of, descs, load, look_up, names, store, things
+from tests.engines.stores import SETTINGS
 
 Make = Callable[..., KVStoreAdapter]
 

@@ -18,7 +18,7 @@ import pytest
 
 from kvstore import Client
 from kvstore.lab.local_daemon import LocalDaemon
-from tests.engines.lmcache.conftest import SETTINGS
+from tests.engines.stores import SETTINGS
 
 PAGE = (Path(__file__).parents[3] / "docs" / "lmcache.md").read_text(encoding="utf-8")
 PROGRAM = Path(sys.executable).with_name("lmcache")

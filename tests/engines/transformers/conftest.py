@@ -1,48 +1,23 @@
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from kvstore import Client
-from kvstore.lab.local_daemon import LocalDaemon
 from kvstore_transformers import PrefixCache
+from tests.engines import stores
 from tests.engines.transformers.models import BLOCK
 
-SETTINGS = {"dram": {"limit": "256MiB", "huge_pages": False}}
+client, daemon, own_daemon, salt = stores.client, stores.daemon, stores.own_daemon, stores.salt
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     """With more of them, which thread gets which rows depends on how many rows there are, and so do bits."""
     torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="session")
-def daemon() -> Iterator[LocalDaemon]:
-    with LocalDaemon(SETTINGS) as served:
-        yield served
-
-
-@pytest.fixture
-def own_daemon() -> Iterator[LocalDaemon]:
-    with LocalDaemon(SETTINGS) as served:
-        yield served
-
-
-@pytest.fixture
-def client(daemon: LocalDaemon) -> Iterator[Client]:
-    with Client(daemon.url, deadline_s=10.0) as connected:
-        yield connected
-
-
-@pytest.fixture
-def salt() -> bytes:
-    """Blocks under it are this test's alone."""
-    return os.urandom(8)
 
 
 @pytest.fixture
