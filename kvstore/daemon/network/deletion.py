@@ -114,8 +114,7 @@ class Deletion:
             outcomes = await executor.call(partial(executor.backend.delete, batch), executor.timeout_s)
             if list(outcomes) != [Outcome.OK] * len(batch):
                 return False
-            for name in batch:
-                self._existence.note(name, exists=False)
+            self._existence.note(batch, exist=False)
         return True
 
     async def _delete_namespace(self, fingerprint: bytes) -> bool:

@@ -24,7 +24,7 @@ from kvstore.daemon.network.tasks import CLIENT, Copied, Tasks, ask
 from kvstore.daemon.runtime.executor import Executor
 from kvstore.daemon.tenancy.namespaces import NamespaceEntry
 from kvstore.tiers.dram import DramTier
-from kvstore.tiers.network.base import Name, Object, Outcome
+from kvstore.tiers.network.base import Name, Object, Outcome, named_by_outcome
 from kvstore.types import slot_bytes
 
 _log = logging.getLogger(__name__)
@@ -147,13 +147,12 @@ class Downloads:
 
     def _note(self, objects: Sequence[Object], outcomes: Sequence[Outcome]) -> None:
         """Counts outcomes, caches which objects exist, and deletes corrupt objects."""
-        corrupt = []
-        for thing, outcome in zip(objects, outcomes, strict=True):
-            self._executor.counters[f"read_{outcome.name.lower()}_blocks"] += 1
+        named = named_by_outcome(objects, outcomes)
+        for outcome, names in named.items():
+            self._executor.counters[f"read_{outcome.name.lower()}_blocks"] += len(names)
             if outcome != Outcome.FAILED:
-                self._existence.note(thing.name, outcome == Outcome.OK)
-            if outcome == Outcome.TORN:
-                corrupt.append(thing.name)
+                self._existence.note(names, outcome == Outcome.OK)
+        corrupt = named.get(Outcome.TORN, [])
         if corrupt:
             _log.warning("deleting %d corrupt objects on the network", len(corrupt))
             self._tasks.start(self._delete(corrupt))

@@ -6,7 +6,7 @@ A check reads no payload. An object that exists may still turn out to be corrupt
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from kvstore.daemon.network.eligibility import Eligibility
@@ -36,12 +36,14 @@ class ExistenceChecks:
         self._now = now
         self._cached: OrderedDict[Name, tuple[bool, float]] = OrderedDict()
 
-    def note(self, name: Name, exists: bool) -> None:
-        """Caches a result. Forgets the oldest ones: those that have expired, and any above the bound."""
+    def note(self, names: Iterable[Name], exist: bool) -> None:
+        """Caches results. Forgets the oldest ones: those that have expired, and any above the bound."""
         now, cached = self._now(), self._cached
-        cached[name] = exists, now + (_HIT_TTL_S if exists else _MISS_TTL_S)
-        cached.move_to_end(name)
-        while len(cached) > _MOST_CACHED or next(iter(cached.values()))[1] < now:
+        result = exist, now + (_HIT_TTL_S if exist else _MISS_TTL_S)
+        for name in names:
+            cached[name] = result
+            cached.move_to_end(name)
+        while cached and (len(cached) > _MOST_CACHED or next(iter(cached.values()))[1] < now):
             cached.popitem(last=False)
 
     def clear(self) -> None:
@@ -73,16 +75,18 @@ class ExistenceChecks:
     async def probe(self, names: Sequence[Name], until: float, fresh: bool = False) -> list[bool]:
         """Returns which objects exist, as far as known by `until`. `fresh` ignores cached misses."""
         valid = (True,) if fresh else (True, False)
-        unknown = [name for name in dict.fromkeys(names) if self._known(name) not in valid]
+        unknown = [name for name, known in self._known(dict.fromkeys(names)) if known not in valid]
         within_s = min(until - RESERVE_S - self._now(), self._executor.timeout_s)
         if unknown and within_s > 0 and self._executor.usable:
             outcomes = await self._executor.call(partial(self._executor.backend.probe, unknown), within_s)
-            for name, outcome in zip(unknown, outcomes, strict=False):
-                if outcome in (Outcome.OK, Outcome.MISSING):
-                    self.note(name, outcome == Outcome.OK)
-        return [bool(self._known(name)) and not self._eligibility.deletes(name) for name in names]
+            for exist, outcome in ((True, Outcome.OK), (False, Outcome.MISSING)):
+                self.note([n for n, o in zip(unknown, outcomes, strict=False) if o is outcome], exist)
+        deletes = self._eligibility.deletes
+        return [bool(known) and not deletes(name) for name, known in self._known(names)]
 
-    def _known(self, name: Name) -> bool | None:
-        """Returns a cached result, None if there is no valid one."""
-        exists, until = self._cached.get(name, (False, 0.0))
-        return exists if self._now() < until else None
+    def _known(self, names: Iterable[Name]) -> Iterator[tuple[Name, bool | None]]:
+        """Yields each name with its cached result, None if there is no valid one."""
+        now, cached = self._now(), self._cached
+        for name in names:
+            exists, until = cached.get(name, (False, 0.0))
+            yield name, exists if now < until else None

@@ -211,9 +211,12 @@ class NetworkRequests:
         self._tasks.start(answer(), namespace, requester)
 
     async def _wait(self, copies: Sequence[Copied], until: float) -> None:
-        left_s = until - RESERVE_S - self._core.now()
-        if copies and left_s > 0:
-            await asyncio.wait(set(copies), timeout=left_s)
+        for copy in copies:
+            if not copy.done():  # those of one batch end together
+                left_s = until - RESERVE_S - self._core.now()
+                if left_s <= 0:
+                    return
+                await asyncio.wait((copy,), timeout=left_s)
 
     def _worth_loading(
         self, event: ev.Lookup | ev.Acquire, namespace: NamespaceEntry, n: int, step: int = 1

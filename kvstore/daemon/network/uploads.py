@@ -25,7 +25,7 @@ from kvstore.daemon.network.tasks import CLIENT, Copied, Tasks, ask
 from kvstore.daemon.runtime.executor import Executor
 from kvstore.daemon.tenancy.namespaces import NamespaceEntry, Namespaces
 from kvstore.tiers.dram import DramTier
-from kvstore.tiers.network.base import Backend, Name, Object, Outcome
+from kvstore.tiers.network.base import Backend, Name, Object, Outcome, named_by_outcome
 from kvstore.types import slot_bytes
 
 _MOST_WAITING = 1 << 14
@@ -172,13 +172,11 @@ class Uploads:
 
     def _note(self, number: int, objects: Sequence[Object], outcomes: Sequence[Outcome]) -> None:
         """Counts outcomes, caches which objects exist, and reports corrupt blocks to the core."""
-        corrupt = []
-        for thing, outcome in zip(objects, outcomes, strict=True):
-            self._executor.counters[f"written_{outcome.name.lower()}_blocks"] += 1
-            if outcome == Outcome.OK:
-                self._existence.note(thing.name, exists=True)
-            elif outcome == Outcome.TORN:
-                corrupt.append(thing.name.key)
+        named = named_by_outcome(objects, outcomes)
+        for outcome, names in named.items():
+            self._executor.counters[f"written_{outcome.name.lower()}_blocks"] += len(names)
+        self._existence.note(named.get(Outcome.OK, ()), exist=True)
+        corrupt = [name.key for name in named.get(Outcome.TORN, ())]
         if corrupt:
             self._core.handle(ev.Suspect(0, number, Keys(b"".join(corrupt), len(corrupt[0]))))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvstore.errors import TierError, printable
 
@@ -42,8 +42,7 @@ class Outcome(IntEnum):
     """The backend did not answer in time, or answered with an error."""
 
 
-@dataclass(frozen=True, slots=True)
-class Name:
+class Name(NamedTuple):
     """The name of a block: its namespace's fingerprint (16 bytes) and its key."""
 
     namespace: bytes
@@ -64,6 +63,14 @@ class Object:
     memory: memoryview
     checksum: int = 0
     parent: bytes = b""
+
+
+def named_by_outcome(objects: Sequence[Object], outcomes: Sequence[Outcome]) -> dict[Outcome, list[Name]]:
+    """Returns the names of the objects with each outcome that occurs."""
+    named: dict[Outcome, list[Name]] = {}
+    for thing, outcome in zip(objects, outcomes, strict=True):
+        named.setdefault(outcome, []).append(thing.name)
+    return named
 
 
 @dataclass(frozen=True, slots=True)

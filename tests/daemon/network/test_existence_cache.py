@@ -15,7 +15,7 @@ def test_expired_results_take_no_memory() -> None:
     checks = ExistenceChecks(nothing, nothing, lambda: clock.now)
     for i in range(2000):
         clock.now = i / 100
-        checks.note(Name(bytes(16), i.to_bytes(4, "big")), exists=bool(i % 2))
+        checks.note([Name(bytes(16), i.to_bytes(4, "big"))], exist=bool(i % 2))
         # Hits of 5 s, at 100 results a second.
         assert len(checks._cached) <= 502
     assert len(checks._cached) >= 400

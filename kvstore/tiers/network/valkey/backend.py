@@ -26,6 +26,7 @@ from kvstore.tiers.network.valkey.url import parse
 _log = logging.getLogger(__name__)
 
 _SCAN_KEYS = 500
+_COUNTED_KEYS = 512  # a server does nothing else meanwhile: about 0.2 ms
 # A list must not count as a use of every block. Older servers refuse the command without harm.
 _NO_TOUCH = command("CLIENT", "NO-TOUCH", "ON"), command("CLIENT", "NO-TOUCH", "OFF")
 
@@ -43,10 +44,26 @@ class Valkey(Backend):
     def __init__(self, endpoint: Endpoint, threads: int) -> None:
         self._prefix = endpoint.prefix
         self._ttl_s = endpoint.ttl_s
+        self._clustered = endpoint.cluster
         self._cluster = Cluster(endpoint, threads)
         self._warned: set[str] = set()
 
     def probe(self, names: Sequence[Name], ends: float) -> list[Outcome]:
+        if self._clustered:
+            return self._probe_each(names, ends)
+        # Of a chain, most often all objects exist, or none: one command counts many of them.
+        parts = [names[at : at + _COUNTED_KEYS] for at in range(0, len(names), _COUNTED_KEYS)]
+        counts = [Request([command("EXISTS", *map(self._key, part))]) for part in parts]
+        self._cluster.ask(counts, ends)
+        outcomes: list[Outcome] = []
+        for part, count in zip(parts, counts, strict=True):
+            if count.answered and count.reply not in (0, len(part)):
+                outcomes += self._probe_each(part, ends)
+            else:
+                outcomes += [_judge_exists(count.reply)] * len(part)
+        return outcomes
+
+    def _probe_each(self, names: Sequence[Name], ends: float) -> list[Outcome]:
         return self._run([self._request("EXISTS", name, _judge_exists) for name in names], ends)
 
     def read(self, objects_: Sequence[Object], ends: float) -> list[Outcome]:
