@@ -22,6 +22,10 @@ from kvstore.types import MAX_KEY_BYTES
 
 _WAYS = 8
 _GROW_AT = 0.6
+_PREPARE_AT = 0.5
+_TOUCH_BUCKETS = 8
+"""A new table has 2.6 buckets for each row that is added between `_PREPARE_AT` and `_GROW_AT`."""
+_PAGE_BUCKETS = 64
 _ADD_ROWS = 1024
 _MOVE_BUCKETS = 32
 _SETTLE = 256
@@ -48,7 +52,8 @@ class Index:
         self._factors = np.array(self._factors_of(seed), np.uint64)
         self._table = self._table_of(buckets)
         self._old: _Table | None = None
-        self._moved = 0
+        self._next: _Table | None = None
+        self._touched = self._moved = 0
         self._unsettled = 0
         self._overflow: dict[tuple[int, bytes], int] = {}
         self._first_words: npt.NDArray[np.uint64] | None = None
@@ -138,7 +143,7 @@ class Index:
             buckets = len(self._table.cells)
             while rows > _GROW_AT * _WAYS * buckets:
                 buckets *= 2
-            self._table, self._old = self._table_of(buckets), None
+            self._table, self._old, self._next = self._table_of(buckets), None, None
 
     def add(self, rows: Rows, step: int = _ADD_ROWS) -> None:
         """Adds rows with new keys, `step` rows at a time."""
@@ -148,6 +153,7 @@ class Index:
             self._grow_while_full()
             self._add(part)
             self._move_some(max(len(part) // 2, _MOVE_BUCKETS))
+            self._prepare_next(len(part))
 
     def _add(self, rows: Rows) -> None:
         for i in index_add(self._table.parts, rows):
@@ -172,10 +178,22 @@ class Index:
     def _grow_while_full(self) -> None:
         while self._old is None and self.count > _GROW_AT * _WAYS * len(self._table.cells):
             self._old, self._moved = self._table, 0
-            self._table = self._table_of(2 * len(self._old.cells))
+            self._table = self._next or self._table_of(2 * len(self._old.cells))
+            self._next = None
             self._unsettled = len(self._overflow)
             if len(self._old.cells) <= _ADD_ROWS:
                 self._move_some(_ADD_ROWS)
+
+    def _prepare_next(self, rows: int) -> None:
+        """Touches some of the next table. Rows land all over it, each on a page of its own at first."""
+        if self._next is None:
+            buckets = len(self._table.cells)
+            if self._old is not None or self.count <= _PREPARE_AT * _WAYS * buckets:
+                return
+            self._next, self._touched = self._table_of(2 * buckets), 0
+        end = self._touched + _TOUCH_BUCKETS * max(rows, _PAGE_BUCKETS)
+        self._next.cells[self._touched : end : _PAGE_BUCKETS, 0] = 0
+        self._touched = min(end, len(self._next.cells))
 
     def _move_some(self, buckets: int) -> None:
         """Moves some buckets of the old table, and some keys from the overflow."""
@@ -197,4 +215,6 @@ class Index:
     def ram_bytes(self) -> int:
         """Returns the bytes of the tables."""
         tables = [self._table.cells, *([self._old.cells] if self._old is not None else [])]
+        if self._next is not None:
+            tables.append(self._next.cells[: self._touched])
         return sum(cells.nbytes for cells in tables) + 300 * len(self._overflow)

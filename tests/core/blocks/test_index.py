@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -274,3 +276,16 @@ def test_grows_a_little_with_every_insertion(monkeypatch: pytest.MonkeyPatch) ->
             pair.remove(1, numbered(3, start))
     assert moving > 20
     pair.check_all()
+
+
+def test_growth_is_spread_over_insertions_down_to_the_pages_of_memory() -> None:
+    pair, faults, grown = Pair(buckets=1 << 12), [], 0
+    for start in range(0, 60_000, 256):
+        rows = pair.blocks.take(1, joined(numbered(256, start)), np.arange(256))
+        before, buckets = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt, len(pair.index._table.cells)
+        pair.index.add(rows)
+        faults.append(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before)
+        grown += len(pair.index._table.cells) > buckets
+    assert grown == 2
+    # Each of 256 rows lands on another page of a table of 512 pages or more.
+    assert max(faults[1:]) < 100
