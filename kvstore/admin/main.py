@@ -13,7 +13,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from kvstore import logs
 from kvstore.admin import app as application
 from kvstore.admin import history
 from kvstore.admin.access.auth import PEER
@@ -51,8 +51,7 @@ def run(path: Path | None) -> int:
     Returns the exit code. Raises KVStoreError if it cannot start.
     """
     config = load(path)
-    level = config.daemon.log_level.upper()
-    logging.basicConfig(level=level, format="%(levelname)s %(message)s", stream=sys.stderr)
+    logs.start(config.daemon.log_level, config.daemon.log_format)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # it logs everything once per socket
     # The daemon and engines have priority. The systemd unit sets the same and forbids these calls.
     with contextlib.suppress(OSError):

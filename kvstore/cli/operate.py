@@ -71,10 +71,10 @@ def supervise(config: ConfigOption = None) -> None:
 
     Example: kvstore supervise -c kvstore.toml
     """
-    configuration.load(config)
+    log_format = configuration.load(config).daemon.log_format
     from kvstore.daemon.supervise import Supervisor  # noqa: PLC0415
 
-    raise typer.Exit(Supervisor([] if config is None else ["-c", str(config)]).run())
+    raise typer.Exit(Supervisor([] if config is None else ["-c", str(config)], log_format).run())
 
 
 def status(daemon: DaemonOptions) -> None:

@@ -130,6 +130,12 @@ class Daemon(Section):
     """
     log_level: Annotated[Literal["debug", "info", "warning", "error"], LIVE] = "info"
     """Least severe messages in the log"""
+    log_format: Literal["text", "json"] = "text"
+    """Lines of the log: text, or one JSON object each
+
+    An object has `time` (UTC), `level`, `logger`, `message`, `pid` and, for errors in the code, `exception`.
+    At an interactive terminal the summary at the start is text in any case.
+    """
     changes: Annotated[FilePath | None, Field(examples=["/var/lib/kvstore/changes.json"])] = None
     """File for changes made at run time; absent: a restart drops them
 

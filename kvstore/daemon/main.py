@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+from kvstore import logs
 from kvstore.config import Config, Memory, check_dram, choose, read_memory
 from kvstore.daemon import lifecycle, summary
 from kvstore.daemon.composition import Daemon, Storage
@@ -47,9 +48,7 @@ def run(path: Path | None) -> int:
     """
     given, memory = inherited(), read_memory()
     settings = LiveConfig(path, choose(memory, _kept_bytes(given)) if path is None else None)
-    logging.basicConfig(
-        level=settings.config.daemon.log_level.upper(), format="%(levelname)s %(message)s", stream=sys.stderr
-    )
+    logs.start(settings.config.daemon.log_level, settings.config.daemon.log_format)
     check_dram(settings.config, memory, path)
     # With the default of 5 ms, a thread in pure Python delays an answer by a millisecond.
     sys.setswitchinterval(_SWITCH_INTERVAL_S)

@@ -17,6 +17,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvstore import logs
+
 _log = logging.getLogger("kvstore.supervise")
 
 _FIRST_FD = 3
@@ -28,9 +30,10 @@ _WATCHDOG_S = 30.0
 
 
 class Supervisor:
-    """Runs `kvstore serve` with `arguments` until SIGTERM or SIGINT."""
+    """Runs `kvstore serve` with `arguments` until SIGTERM or SIGINT. `log_format`: of its own messages."""
 
-    def __init__(self, arguments: Sequence[str]) -> None:
+    def __init__(self, arguments: Sequence[str], log_format: str = "text") -> None:
+        self._log_format = log_format
         # Without -P, Python would import modules from the working directory first.
         self._command = [sys.executable, "-P", "-m", "kvstore", "serve", *arguments]
         self._kept: dict[str, int] = {}
@@ -45,7 +48,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Returns the daemon's last exit code. A daemon that was never ready is not restarted."""
-        logging.basicConfig(level="INFO", format="%(levelname)s %(message)s", stream=sys.stderr)
+        logs.start("info", self._log_format)
         handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)
         wakes, wake = socket.socketpair()
         with tempfile.TemporaryDirectory(prefix="kvstore-supervise-") as folder, wakes, wake:

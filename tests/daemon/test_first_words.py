@@ -43,8 +43,8 @@ socket_paths.SYSTEM_FOLDER = folder = Path(sys.argv.pop(1))
 main.read_memory = lambda: Memory(128 << 20, int((folder / "available").read_text()))
 made = supervise.Supervisor.__init__
 
-def make(self, arguments):
-    made(self, arguments)
+def make(self, arguments, log_format):
+    made(self, arguments, log_format)
     self._command = [*sys.orig_argv[:4], "serve", *arguments]
 
 supervise.Supervisor.__init__ = make
