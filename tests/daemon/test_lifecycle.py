@@ -221,8 +221,8 @@ def test_eviction_and_write_policy_change_at_run_time() -> None:
 def test_every_setting_either_changes_or_is_named() -> None:
     old = parse("")
     new = parse(
-        '[daemon]\nsocket = "/x"\nsocket_mode = 0o660\nstop_timeout = 1\nlog_level = "debug"\nlog_format = "json"\n'
-        'changes = "/w"\noperator_socket = "/o"\n'
+        '[daemon]\nsocket = "/x"\nsocket_mode = 0o660\nstop_timeout = 1\nlog_level = "debug"\n'
+        'log_format = "json"\nchanges = "/w"\noperator_socket = "/o"\n'
         '[dram]\nlimit = "2MiB"\nhuge_pages = false\n'
         '[nvme]\npath = "/y"\nlimit = "2MiB"\nwrite_policy = "on_evict"\nio_threads = 1\n'
         'prefetch_blocks = 8\nadmission = "twice"\nadmission_threshold = 0.5\nwrite_budget = "1x"\n'
