@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstore.client.estimates import Estimate
-from kvstore.client.parts import Buffer, as_bytes, gpu_of
+from kvstore.client.parts import Buffer, Parts, as_bytes, gpu_of
 from kvstore.cuda.array_interop import is_on_device
 from kvstore.cuda.device import Gpu, why_not
 from kvstore.errors import MisuseError
@@ -149,19 +149,18 @@ def recompute_s(layout: Layout, tokens_per_s: float) -> float:
     return layout.block_tokens / tokens_per_s if tokens_per_s else 0.0
 
 
-def check_blocks(keys: Sequence[Key], blocks: Buffer, block_bytes: int) -> tuple[list[Any], Gpu | None]:
-    """Returns one flat view per key, and the GPU of all blocks. Raises MisuseError for a wrong size."""
+def check_blocks(keys: Sequence[Key], blocks: Buffer, block_bytes: int) -> tuple[Parts, Gpu | None]:
+    """Returns one piece per key, and the GPU of all blocks. Raises MisuseError for a wrong size."""
     if hasattr(blocks, "ndim") or is_on_device(blocks):
         whole = as_bytes(blocks, "blocks", len(keys) * block_bytes)
-        views = [whole[i * block_bytes : (i + 1) * block_bytes] for i in range(len(keys))]
-    elif len(blocks) != len(keys):
+        return Parts.consecutive(whole, len(keys), block_bytes), gpu_of(whole)
+    if len(blocks) != len(keys):
         raise MisuseError(f"{len(blocks)} blocks for {len(keys)} keys", "one block per key")
-    else:
-        views = [as_bytes(block, f"block {i}", block_bytes) for i, block in enumerate(blocks)]
+    views = [as_bytes(block, f"block {i}", block_bytes) for i, block in enumerate(blocks)]
     gpus = {gpu_of(view) for view in views}
     if len(gpus) > 1:
         raise MisuseError("blocks of one call are in several places", "all in host memory, or on one GPU")
-    return views, gpus.pop() if gpus else None
+    return Parts.each(views, block_bytes), gpus.pop() if gpus else None
 
 
 def check_out(keys: Sequence[Key], out: Buffer, block_bytes: int) -> tuple[Any, Gpu | None]:

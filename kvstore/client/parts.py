@@ -79,6 +79,13 @@ class Parts:
         return cls([buffer], np.zeros(n, np.uint32), offsets, lengths, np.arange(n))
 
     @classmethod
+    def each(cls, buffers: Sequence[Memory], block_bytes: int) -> Parts:
+        """Returns blocks of one buffer each."""
+        n = len(buffers)
+        lengths = np.full(n, block_bytes, np.uint64)
+        return cls(buffers, np.arange(n), np.zeros(n, np.uint64), lengths, np.arange(n))
+
+    @classmethod
     def of(cls, blocks: Sequence[Sequence[Buffer]], numbers: Sequence[int]) -> Parts:
         """Returns blocks of several buffers each. `numbers` name them in a MisuseError."""
         names = [f"block {number}" for number in numbers]
@@ -102,6 +109,12 @@ class Parts:
         first, ends = int(self.starts[start]), self.ends[start:stop]
         some, ends = slice(first, int(ends[-1]) + 1), ends - first
         return Parts(self.buffers, self.numbers[some], self.offsets[some], self.lengths[some], ends)
+
+    def take(self, which: Sequence[int]) -> Parts:
+        """Returns these blocks, each of which is one piece."""
+        rows = np.asarray(which, np.intp)
+        ends = np.arange(len(rows))
+        return Parts(self.buffers, self.numbers[rows], self.offsets[rows], self.lengths[rows], ends)
 
     def within(self, blocks: Parts) -> Parts:
         """Returns where these pieces belong in the same blocks, of which each is one piece there."""

@@ -22,7 +22,7 @@ from kvstore.client.calls.scope import (
 from kvstore.client.checks import check_blocks, check_chain, check_device, check_parent, check_token_ids
 from kvstore.client.gpu import DeviceReservation
 from kvstore.client.leases import GIVEN_UP, INVALIDATED, NO_ANSWER, PutResult, Reservation
-from kvstore.client.parts import Buffer
+from kvstore.client.parts import Buffer, Parts
 from kvstore.client.slots import Slots
 from kvstore.cuda.device import Gpu
 from kvstore.errors import DeniedError, TierError
@@ -100,10 +100,10 @@ class WriteCalls(Scoped):
         like that block; they are denied if it is not stored, so store the chain first. None: each block
         stands for itself. Daemons before version 11 of the wire ignore it.
         """
-        views, gpu = check_blocks(keys, blocks, self.layout.block_bytes)
+        pieces, gpu = check_blocks(keys, blocks, self.layout.block_bytes)
         wanted = wanted_of(self._client, self, keys, parent, gpu, tokens, chain)
         return Call(
-            lambda exchange: put(exchange, wanted, views), deadline_s, lambda: PutResult(denied=len(keys))
+            lambda exchange: put(exchange, wanted, pieces), deadline_s, lambda: PutResult(denied=len(keys))
         )
 
     @call
@@ -163,8 +163,8 @@ def wanted_of(
     return Wanted(scope, part, parent, gpu, check_token_ids(tokens, keys, layout), of)
 
 
-def put(exchange: Exchange, wanted: Wanted, views: Sequence[Buffer]) -> Flow[PutResult]:
-    """Stores the blocks that are not stored yet. `views`: all on the host, or all on their GPU."""
+def put(exchange: Exchange, wanted: Wanted, blocks: Parts) -> Flow[PutResult]:
+    """Stores the blocks that are not stored yet, each of one piece; all on the host, or all on their GPU."""
     total, n, batch = PutResult(), len(wanted.chain), exchange.protocol.reserve_keys
     parent = wanted.parent
     for at in range(0, n, batch):
@@ -173,7 +173,8 @@ def put(exchange: Exchange, wanted: Wanted, views: Sequence[Buffer]) -> Flow[Put
             reservation = yield from reserve(exchange, part, keep=False)
             result = reservation.result
             if len(reservation):
-                result = yield from _fill_and_commit(exchange, reservation, views[at : at + batch])
+                some = blocks.take([at + i for i in reservation.wanted])
+                result = yield from _fill_and_commit(exchange, reservation, some)
         except DeniedError as error:
             # Blocks stored so far stay stored. Only a result can report them, an exception cannot.
             if not at:
@@ -189,11 +190,9 @@ def put(exchange: Exchange, wanted: Wanted, views: Sequence[Buffer]) -> Flow[Put
     return total
 
 
-def _fill_and_commit(
-    exchange: Exchange, reservation: Reservation, views: Sequence[Buffer]
-) -> Flow[PutResult]:
+def _fill_and_commit(exchange: Exchange, reservation: Reservation, blocks: Parts) -> Flow[PutResult]:
     try:
-        checksums = yield Work(partial(_fill, reservation, views))
+        checksums = yield Work(partial(_fill, reservation, blocks))
     except TierError:
         # The GPU has failed; the daemon frees the slots.
         exchange.post(m.Abort(reservation.lease))
@@ -201,8 +200,8 @@ def _fill_and_commit(
     return (yield from commit(exchange, reservation.lease, checksums, reservation.result))
 
 
-def _fill(reservation: Reservation, views: Sequence[Buffer]) -> bytes:
-    reservation.gather_all([[views[wanted]] for wanted in reservation.wanted])
+def _fill(reservation: Reservation, blocks: Parts) -> bytes:
+    reservation.gather_all(blocks)
     return reservation.checksums()
 
 
