@@ -12,6 +12,15 @@ import numpy.typing as npt
 _T = TypeVar("_T", bound=np.generic)
 
 
+def distinct(numbers: npt.NDArray[np.integer]) -> list[int]:
+    """Returns the different numbers, ascending: mostly one, which a comparison of bytes finds much faster."""
+    raw = numbers.tobytes()
+    if raw and raw == raw[: numbers.itemsize] * len(numbers):
+        return [int(numbers[0])]
+    several: list[int] = np.unique(numbers).tolist()
+    return several
+
+
 def zeros(n: int, kind: type[_T]) -> npt.NDArray[_T]:
     """Returns n zeros. Not in huge pages: clearing one takes milliseconds, in the middle of an event."""
     size = n * np.dtype(kind).itemsize

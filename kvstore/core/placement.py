@@ -101,6 +101,7 @@ class Placement:
             r.pins,
             r.presence,
         )
+        self._wakes = [job.wakes_at for job in self._jobs]
         self._handlers: dict[type, Handler] = {
             ev.OpenNamespace: NamespaceTable(self.leases, pins, self._publication).open,
             ev.Configure: configuration.configure,
@@ -166,7 +167,7 @@ class Placement:
 
     def next_wakeup(self) -> float | None:
         """Returns when the next Tick is due, or None."""
-        wake = min(job.wakes_at() for job in self._jobs)
+        wake = min([wakes_at() for wakes_at in self._wakes])
         return None if wake == math.inf else wake
 
     def check(self) -> None:

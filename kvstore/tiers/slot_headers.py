@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.arena import HEADER, MAGIC
+from kvstore.columns import distinct
 from kvstore.core.actions import BlockIds, Where
 from kvstore.types import ALIGN, MAX_KEY_BYTES
 
@@ -55,7 +56,7 @@ class SlotHeaders:
         # Parents get later stamps than their children, so that latest first means parents first.
         header["stamp"] = np.arange(self._stamp + n - 1, self._stamp - 1, -1)
         self._stamp += n
-        for namespace in np.unique(identity.namespace).tolist():
+        for namespace in distinct(identity.namespace):
             which = identity.namespace == namespace
             header["namespace"][which] = np.frombuffer(fingerprints[namespace], np.uint8)
             header["length"][which] = lengths[namespace]
@@ -90,5 +91,5 @@ def _readable(table: npt.NDArray[Any], slot_bytes: int) -> npt.NDArray[np.bool_]
 
 def _by_extent(where: Where) -> Iterator[tuple[int, npt.NDArray[np.bool_]]]:
     """Yields each extent and which slots lie in it."""
-    for extent in np.unique(where.extent).tolist():
+    for extent in distinct(where.extent):
         yield extent, where.extent == extent

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.columns import zeros
+from kvstore.columns import distinct, zeros
 from kvstore.core.blocks.block_table import Picked, Rows
 from kvstore.core.capacity.quotas import Holdings, SlotPool
 from kvstore.core.capacity.slot_classes import WITHIN_TIER, SlotClass, SlotClasses, Slots
@@ -183,7 +183,7 @@ class SlotTable:
         if len(numbers) and (numbers == numbers[0]).all():
             yield self.classes.by_number[int(numbers[0])], slots
             return
-        for number in np.unique(numbers).tolist():
+        for number in distinct(numbers):
             yield self.classes.by_number[number], slots[numbers == number]
 
     def pool_of(self, slot: int) -> SlotPool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvstore.columns import distinct
 from kvstore.core.blocks.block_table import Rows
 from kvstore.core.policy.queue import Queue, Segments
 from kvstore.core.reuse.curves import Floats, Ints
@@ -53,7 +54,7 @@ class Slices:
 
     def add(self, rows: Rows, kinds: Ints, last_used: Floats, now: float) -> None:
         """Appends rows to the slices of their kinds and times."""
-        for kind in np.unique(kinds).tolist():
+        for kind in distinct(kinds):
             some = kinds == kind
             first = float(last_used[some].min())
             latest = self._latest.get(kind, -1)
@@ -71,11 +72,11 @@ class Slices:
         since = np.append(-np.inf, self.since[mine])
         position = np.searchsorted(since, last_used, "right") - 1
         near = last_used - since[position] <= np.maximum(_SPAN_S, _BLUR * (now - last_used))
-        for i in np.unique(position[near]).tolist():
+        for i in distinct(position[near]):
             self.queue(int(mine[i - 1])).prepend(rows[near & (position == i)])
         # A new slice covers about _SPAN_S at age 0, and more at higher ages.
         ages = np.floor(np.log1p(_BLUR * (now - last_used) / _SPAN_S) / _BLUR)
-        for age in np.unique(ages[~near]).tolist():
+        for age in distinct(ages[~near]):
             some = ~near & (ages == age)
             self.queue(self._new(kind, float(last_used[some].min()))).append(rows[some])
 

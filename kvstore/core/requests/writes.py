@@ -146,12 +146,14 @@ class Writes:
     def _earn(self, chain: _Chain, want: Rows, now: float) -> float:
         """Returns what a slot would earn with these keys, in uses/s: see `Reuse.density_if_stored`.
 
-        Returns infinity, so that they are stored, if the policy does not weigh or a hole is filled.
+        Returns infinity, so that they are stored, if there is room, the policy does not weigh or a hole is
+        filled.
         """
         r, event, namespace = self._r, chain.event, chain.namespace
-        if not len(want) or event.loading or (chain.state == HOLE).any():
+        at, pool = event.tier, namespace.pools[event.tier]
+        if event.loading or (chain.state == HOLE).any():
             return math.inf
-        if not self._eviction.weighs(event.tier, namespace.pools[event.tier]):
+        if self._eviction.has_room(at, pool, len(want)) or not self._eviction.weighs(at, pool):
             return math.inf
         first = int(want[0])
         words, n = event.keys.words[first], 1 if namespace.independent else len(want)

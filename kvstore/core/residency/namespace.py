@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
+from kvstore.columns import distinct
 from kvstore.core.blocks.block_table import Blocks, Rows
 from kvstore.core.capacity.quotas import SlotPool
 
@@ -52,5 +51,5 @@ class Namespaces(dict[int, Namespace]):
         if raw and raw == raw[:2] * len(rows):
             yield self[int(numbers[0])], rows
             return
-        for number in np.unique(numbers).tolist():
+        for number in distinct(numbers):
             yield self[number], rows[numbers == number]

@@ -20,6 +20,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.columns import distinct
 from kvstore.core.actions import PresenceRetired
 from kvstore.core.blocks.block_table import LIVE, Blocks, Rows
 from kvstore.core.jobs import Job
@@ -141,9 +142,9 @@ class PresenceTables(Job):
         blocks = self._blocks
         sizes = blocks.key_bytes[rows]
         flags, there, places = self.cells_of(table.namespace, rows)
-        alike = not len(sizes) or bool((sizes == sizes[0]).all())
-        for size in sizes[:1].tolist() if alike else np.unique(sizes).tolist():
-            some = slice(None) if alike else sizes == size
+        widths = distinct(sizes)
+        for size in widths:
+            some = slice(None) if len(widths) == 1 else sizes == size
             if not table.set(blocks.words[rows[some]], size, flags[some], there[some], places[some]):
                 self._outgrown.add(table.namespace.number)
                 return self.retire(table.namespace.number)

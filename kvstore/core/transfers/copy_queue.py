@@ -18,6 +18,7 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.columns import distinct
 from kvstore.core.actions import BlockIds, Copy, Drop, Probe
 from kvstore.core.blocks.block_table import Rows
 from kvstore.core.capacity.quotas import SlotPool
@@ -104,7 +105,7 @@ class CopyQueue:
         """Returns how many leading rows the asker may queue. `source` has the tier of each row."""
         n = len(source)
         size = max(pool.slot_bytes for pool in namespace.pools)
-        for number in np.unique(source).tolist():
+        for number in distinct(source):
             mine = np.flatnonzero(source == number)
             room = self.device(number, target).room(asker, kind) // size
             n = min(n, int(mine[room])) if room < len(mine) else n
@@ -281,7 +282,7 @@ class CopyQueue:
         """
         if not len(rows) or not (self._lifting or self._r.blocks.copy_marks[rows].any()):
             return []
-        concerned = set(np.unique(self._r.blocks.namespace[rows]).tolist())
+        concerned = set(distinct(self._r.blocks.namespace[rows]))
         over = [t for t in self.under_way.values() if t.namespace in concerned and source in (None, t.source)]
         gone = [self._cancel(t, t.alive & np.isin(t.rows, rows)) for t in over]
         return [each for each in gone if each is not None]

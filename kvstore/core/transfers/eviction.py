@@ -78,6 +78,12 @@ class Eviction(Job):
             self._evict_bytes(tier, pool.tenant, beyond, below)
         return min(n, slots.free(pool), holdings.room(pool.tenant) // size)
 
+    def has_room(self, tier: int, pool: SlotPool, n: int) -> bool:
+        """Returns whether n slots of a pool are free, and its tenant may take them."""
+        state = self._r.tiers[tier]
+        room = state.extents.holdings.room(pool.tenant)
+        return n <= state.slots.free(pool) and n * pool.slot_bytes <= room
+
     def weighs(self, tier: int, pool: SlotPool) -> bool:
         """Returns whether new blocks must earn more than those they replace. Not if those can be demoted."""
         return self._r.topology.policy(tier, pool).weighs and not self._lower_tier_takes(tier, pool)

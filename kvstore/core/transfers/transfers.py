@@ -12,6 +12,7 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.columns import distinct
 from kvstore.core.blocks.block_table import LIVE, Rows
 from kvstore.core.jobs import Job
 from kvstore.core.queues.device_queue import DEMAND
@@ -69,7 +70,7 @@ class Transfers(Job):
             tier.slots.hold(slots[slots >= 0])
         n = self._eviction.make_room(target, pool, len(rows), patient)
         n = n if n >= least else 0
-        for number in np.unique(source[:n]).tolist():
+        for number in distinct(source[:n]):
             some = rows[:n][source[:n] == number]
             slots = r.tiers[target].slots.take(pool, len(some))
             self._copies.put(asker, kind, number, target, namespace, some, slots)
@@ -200,7 +201,7 @@ class Transfers(Job):
         first = int(absent.argmax())
         absent = absent[first:]
         source, load_s = self.source(rows[first:], target), np.zeros(len(absent))
-        for number in np.unique(source[absent]).tolist():
+        for number in distinct(source[absent]):
             # Devices are read in parallel: the slowest one determines the load time of a chain.
             device = self._copies.device(number, target)
             per_row_s = step * namespace.pools[target].slot_bytes / device.share_of(r.now, asker)
