@@ -6,6 +6,8 @@ import re
 import subprocess
 import time
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import pytest
 
@@ -48,6 +50,14 @@ def test_another_server_loads_what_one_has_stored(tmp_path: Path) -> None:
     assert len(first) == SEQUENCES
     assert len(set(first)) == SEQUENCES
     assert second == first
+
+
+def test_a_request_for_the_keys_is_answered_with_the_reason(tmp_path: Path) -> None:
+    with LocalDaemon(SETTINGS) as daemon, server(daemon.url, tmp_path / "log") as (_, port):
+        with pytest.raises(HTTPError) as raised:
+            urlopen(f"http://127.0.0.1:{port}/cache/objects", timeout=20)
+        assert raised.value.code == 503
+        assert "the daemon keeps digests of LMCache's keys" in raised.value.read().decode()
 
 
 def test_without_the_daemon_the_server_serves(tmp_path: Path) -> None:
