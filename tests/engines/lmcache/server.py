@@ -18,7 +18,8 @@ from kvstore import Client
 
 PAGE = (Path(__file__).parents[3] / "docs" / "lmcache.md").read_text(encoding="utf-8")
 PROGRAM = Path(sys.executable).with_name("lmcache")
-ENVIRONMENT = {**os.environ, "LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1"}
+QUIET = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1"}
+ENVIRONMENT = {**os.environ, **QUIET}
 
 
 def command(start: str, url: str) -> list[str]:
@@ -37,8 +38,8 @@ def free_port() -> int:
 
 
 @contextmanager
-def server(url: str, log: Path) -> Iterator[tuple[int, int]]:
-    """LMCache's server, as the page starts it. Yields the ports of requests and of HTTP."""
+def server(url: str, log: Path, *more: str) -> Iterator[tuple[int, int]]:
+    """LMCache's server, as the page starts it, and more options. Yields the ports of requests and HTTP."""
     ports = free_port(), free_port()
     here = ["--port", str(ports[0]), "--http-host", "127.0.0.1", "--http-port", str(ports[1])]
     # On a CPU: without its metrics, whose port is fixed, and copied by its client.
@@ -46,7 +47,7 @@ def server(url: str, log: Path) -> Iterator[tuple[int, int]]:
     with (
         log.open("w") as out,
         subprocess.Popen(
-            [*command("lmcache server", url), *here], env=ENVIRONMENT, stdout=out, stderr=out
+            [*command("lmcache server", url), *here, *more], env=ENVIRONMENT, stdout=out, stderr=out
         ) as process,
     ):
         try:
