@@ -3,6 +3,10 @@
 `lmcache bench l2` stores, looks up and loads objects in batches of 32, and verifies the last batch. Every
 run has a new namespace, or a new folder. `fs_native` reads and writes files by threads in C++, through the
 page cache and without checksums. A figure is that of the median round of a run.
+
+LMCache's `mooncake_store` is not among them. It cannot start, because the package of LMCache 0.5.6 lacks
+`lmcache.lmcache_mooncake`: "Mooncake Store L2 adapter requires the C++ Mooncake extension. Build with:
+MOONCAKE_INCLUDE_DIR=/path/to/mooncake-store/include pip install -e .". See `bench.peers`.
 """
 
 from __future__ import annotations

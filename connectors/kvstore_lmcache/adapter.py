@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed.internal_api import L2StoreResult
@@ -102,6 +102,13 @@ class KVStoreAdapter(L2AdapterInterface):
                 gone += [keys[i] for i in there]
                 sizes += [batch.form.nbytes] * len(there)
             self._notify_keys_deleted(gone, sizes)
+
+    def list_l2_keys(self, model_name: Any = None, page_size: int = 500, cursor: Any = None) -> NoReturn:
+        """Raises NotImplementedError, which LMCache answers with 503: the daemon has digests of the keys."""
+        # The keys that this process has stored would be a list that lacks those of other servers.
+        raise NotImplementedError(
+            "the daemon keeps digests of LMCache's keys, not the keys ('kvstore ns list' shows the models)"
+        )
 
     def report_status(self) -> dict[str, Any]:
         """Returns whether the daemon answers, and the failures by call."""

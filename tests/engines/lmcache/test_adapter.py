@@ -357,3 +357,11 @@ def test_lmcache_creates_it_by_its_module_path(daemon: LocalDaemon) -> None:
 def test_a_wrong_option_ends_the_start_of_lmcache() -> None:
     with pytest.raises(ConfigError, match="unknown key 'adress'"):
         created(adress="unix:///x")
+
+
+def test_the_package_of_lmcache_lacks_its_adapter_for_mooncake() -> None:
+    """Where it is there, `bench.lmcache` can have it as a contestant."""
+    spec = {"type": "mooncake_store", "master_server_addr": "127.0.0.1:1", "protocol": "tcp"}
+    config = parse_args_to_l2_adapters_config(argparse.Namespace(l2_adapter=[json.dumps(spec)]))
+    with pytest.raises(RuntimeError, match="requires the C\\+\\+ Mooncake extension"):
+        create_l2_adapter(config.adapters[0])

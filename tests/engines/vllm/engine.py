@@ -10,8 +10,9 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from kvstore.lab.local_daemon import LocalDaemon
@@ -76,7 +77,7 @@ class Engine:
     for a bench, and without what makes starts quick.
 
     Methods are those of `serve.Served`; its errors are raised. `hasty`: a load is given up as early as the
-    product does it, not after `_LOAD_S`.
+    product does it, not after `_LOAD_S`. `variables`: environment variables of the process.
     """
 
     mode = ""
@@ -86,7 +87,13 @@ class Engine:
     """What its start took without that of its process, and the time until its weights had a name."""
 
     def __init__(
-        self, model: Path, python: Path | None = None, threads: int = 1, hasty: bool = False, **arguments: Any
+        self,
+        model: Path,
+        python: Path | None = None,
+        threads: int = 1,
+        hasty: bool = False,
+        variables: Mapping[str, str] = MappingProxyType({}),
+        **arguments: Any,
     ) -> None:
         environment = os.environ if python is None else environments.environment()
         commands, to_engine = os.pipe()
@@ -102,6 +109,7 @@ class Engine:
                 **ENVIRONMENT,
                 "OMP_NUM_THREADS": str(threads),
                 "KVSTORE_VLLM_IN_TESTS": str(int(python is None)),
+                **variables,
             },
         )
         os.close(commands)
