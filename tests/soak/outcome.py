@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from bench.harness import quantile
-from tests.soak.samples import LEAST_S, WARM_UP, Growth, growths
+from tests.soak.samples import LEAST_S, Growth, growths, warm_up_s
 
 _SLOWER = 3.0
 """The p99 of gets late in a life, over the one after its warm-up, that is no noise."""
@@ -22,6 +22,12 @@ class Plan:
     lives: int
     rate: float
 
+    def life_s(self, number: int) -> float:
+        """Returns the seconds of a life. The first has half of the time: slow growth takes long to show."""
+        if not number:
+            return self.seconds / min(self.lives, 2)
+        return self.seconds / 2 / (self.lives - 1)
+
 
 @dataclass(slots=True)
 class Life:
@@ -35,7 +41,7 @@ class Life:
     def slower(self) -> float:
         """Returns the p99 of gets in the last third after the warm-up, over that of the first third."""
         first, last = (self.times_s[0], self.times_s[-1]) if self.times_s else (0.0, 0.0)
-        begins = first + WARM_UP * (last - first)
+        begins = first + warm_up_s(last - first)
         third = (last - begins) / 3
         early = [ms for at, ms in self.gets if begins <= at < begins + third]
         late = [ms for at, ms in self.gets if at >= last - third]

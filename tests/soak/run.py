@@ -35,7 +35,7 @@ def run(plan: Plan, out: Path | None, stream: TextIO) -> Outcome:
             for number in range(plan.lives):
                 if number:
                     watch.end_life(dice.choice(("killed", "stopped")))
-                watch.live(plan.seconds / plan.lives)
+                watch.live(plan.life_s(number))
         outcome.done = operator.done
     outcome.judge()
     if out is not None:
@@ -115,12 +115,12 @@ class _Watch:
 
 
 def _settings(folder: Path) -> dict[str, dict[str, Any]]:
-    """Returns the daemon's configuration: small tiers, so that everything is evicted soon."""
+    """Returns the daemon's configuration: small tiers, which soon are full, as are the tables of blocks."""
     (folder / "shared").mkdir()
     settings: dict[str, dict[str, Any]] = {
         "dram": {"limit": "256MiB", "huge_pages": False},
-        "nvme": {"path": folder / "nvme", "limit": "512MiB"},
-        "nvme.devices.nvme1": {"path": folder / "nvme1", "limit": "256MiB"},
+        "nvme": {"path": folder / "nvme", "limit": "256MiB"},
+        "nvme.devices.nvme1": {"path": folder / "nvme1", "limit": "128MiB"},
         "network": {"url": f"file://{folder / 'shared'}", "limit": "512MiB", "timeout": "500ms"},
     }
     for tenant in TENANTS:

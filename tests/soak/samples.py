@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import statistics
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-WARM_UP = 0.4
-"""The share of a daemon's life in which it may grow: its index and its statistics fill."""
+WARM_UP, WARM_UP_S = 0.4, 600.0
+"""The share of a daemon's life in which it may grow, at most so many seconds: index and statistics fill."""
 LEAST_S = 120.0
 """A shorter life says nothing."""
 
@@ -28,8 +28,13 @@ class Growth:
 
     figure: str
     grown: float
-    per_hour: float
+    seconds: float
     samples: int
+
+    @property
+    def per_hour(self) -> float:
+        """The growth in an hour."""
+        return 3600 * self.grown / self.seconds
 
     @property
     def is_leak(self) -> bool:
@@ -53,17 +58,25 @@ def sample(pid: int, folder: Path, status: dict[str, object]) -> dict[str, float
     }
 
 
+def warm_up_s(life_s: float) -> float:
+    """Returns the warm-up of a life of so many seconds."""
+    return min(WARM_UP * life_s, WARM_UP_S)
+
+
 def growths(times_s: Sequence[float], samples: Sequence[dict[str, float]]) -> list[Growth]:
     """Returns the growth of each figure within one life; nothing for a short one."""
-    first = math.ceil(len(times_s) * WARM_UP)
+    life_s = times_s[-1] - times_s[0] if times_s else 0.0
+    if life_s < LEAST_S:
+        return []
+    first = bisect_left(times_s, times_s[0] + warm_up_s(life_s))
     times, rest = np.array(times_s[first:]), samples[first:]
-    if not times_s or times_s[-1] - times_s[0] < LEAST_S or len(rest) < 3:
+    if len(rest) < 3:
         return []
     found = []
     for figure in SLACK:
         slope = _slope(times, np.array([each[figure] for each in rest]))
         span = float(times[-1] - times[0])
-        found.append(Growth(figure, slope * span, slope * 3600, len(rest)))
+        found.append(Growth(figure, slope * span, span, len(rest)))
     return found
 
 

@@ -6,6 +6,7 @@ import io
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tests.daemons import names, payloads
 from tests.soak.engines import Engine
@@ -27,6 +28,19 @@ def test_growth_is_found_below_noise_and_behind_a_warm_up() -> None:
     for per_s, leaks in ((0.0, []), (0.05, ["anonymous_mib"])):
         life = life_of(per_s, noise=5.0, jumps=40.0)
         assert [each.figure for each in growths(life.times_s, life.samples) if each.is_leak] == leaks
+
+
+def test_a_slow_leak_is_found_within_an_hour() -> None:
+    plan = Plan(3600, 1, 3, 20.0)
+    assert [plan.life_s(number) for number in range(3)] == [1800, 900, 900]
+    for mib_per_hour, leaks in ((0.0, []), (20.0, ["anonymous_mib"])):
+        life = life_of(mib_per_hour / 3600, noise=1.0, seconds=1800, jumps=20.0)
+        assert [each.figure for each in growths(life.times_s, life.samples) if each.is_leak] == leaks
+
+
+@pytest.mark.parametrize(("lives", "seconds"), [(1, [600]), (2, [300, 300]), (4, [300, 100, 100, 100])])
+def test_lives_share_the_time(lives: int, seconds: list[float]) -> None:
+    assert [Plan(600, 1, lives, 20.0).life_s(number) for number in range(lives)] == seconds
 
 
 def test_gets_that_become_slower_are_found() -> None:

@@ -10,6 +10,7 @@ of a tier take about twice the entries that they need.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
@@ -35,17 +36,33 @@ Entries = npt.NDArray[np.int32]
 
 
 class Segment:
-    """Entries of a queue, coldest first. `start` to `end` are in use; some of them may be stale."""
+    """Entries of a queue, coldest first. `start` to `end` are in use; some of them may be stale.
+
+    `queue` is a weak reference: a replaced policy has no cycles, so its memory is freed at once. The garbage
+    collector would find it much later.
+    """
 
     __slots__ = ("end", "entries", "number", "older", "queue", "start", "younger")
 
     def __init__(self, number: int, queue: Queue, entries: Entries) -> None:
         self.number = number
-        self.queue = queue
+        self.queue = ref(queue)
         self.entries = entries
         self.start = self.end = 0
         self.older: Segment | None = None
         self.younger: Segment | None = None
+
+    def unlink(self) -> None:
+        """Removes the segment from its chain."""
+        queue, older, younger = self.queue(), self.older, self.younger
+        if older is not None:
+            older.younger = younger
+        elif queue is not None:
+            queue._coldest = younger
+        if younger is not None:
+            younger.older = older
+        elif queue is not None:
+            queue._recent = older
 
 
 class Segments:
@@ -174,7 +191,7 @@ class Segments:
         if not left.all():
             for number in set(numbers[left == 0].tolist()) - {0}:
                 segment = self._all[number]
-                if segment is not None and segment is not segment.queue._recent:
+                if segment is not None and segment.younger is not None:
                     self._give_back(segment)
 
     def _alive(self, segment: Segment) -> Entries:
@@ -186,7 +203,7 @@ class Segments:
 
     def _give_back(self, segment: Segment) -> None:
         """Frees a segment without live entries."""
-        segment.queue._unlink(segment)
+        segment.unlink()
         self._room -= len(segment.entries) + _OVERHEAD
         self._live[segment.number] = self._owner[segment.number] = 0
         self._all[segment.number] = None
@@ -210,13 +227,13 @@ class Segments:
 
     def _tidy_one(self, segment: Segment) -> None:
         live, room = int(self._live[segment.number]), len(segment.entries)
-        younger, recent = segment.younger, segment.queue._recent
+        younger = segment.younger
         if not live:
             self._give_back(segment)
         elif younger is None:
             if room > _FIRST and live <= room // 4:
                 self._refill(segment, self._alive(segment), _size(2 * live))
-        elif younger is not recent and live + self._live[younger.number] <= _SEGMENT:
+        elif younger.younger is not None and live + self._live[younger.number] <= _SEGMENT:
             rows = np.concatenate((self._alive(segment), self._alive(younger)))
             self._give_back(younger)
             self._refill(segment, rows, len(rows))
@@ -235,7 +252,7 @@ class Segments:
 class Queue:
     """Rows in order, coldest first. Every operation takes distinct rows."""
 
-    __slots__ = ("_coldest", "_recent", "_segments", "number")
+    __slots__ = ("__weakref__", "_coldest", "_recent", "_segments", "number")
 
     def __init__(self, segments: Segments) -> None:
         self._segments = segments
@@ -316,7 +333,7 @@ class Queue:
         if first is None:
             return
         for segment in younger._chain():
-            segment.queue = self
+            segment.queue = ref(self)
             segments._owner[segment.number] = self.number
         segments._lengths[self.number] += segments._lengths[younger.number]
         segments._lengths[younger.number] = 0
@@ -353,16 +370,6 @@ class Queue:
         else:
             self._coldest.older = segment
         self._coldest = segment
-
-    def _unlink(self, segment: Segment) -> None:
-        if segment.older is None:
-            self._coldest = segment.younger
-        else:
-            segment.older.younger = segment.younger
-        if segment.younger is None:
-            self._recent = segment.older
-        else:
-            segment.younger.older = segment.older
 
 
 def _size(wanted: int) -> int:

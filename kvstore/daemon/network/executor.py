@@ -197,8 +197,13 @@ class BackendExecutor:
                 self._core.post(_succeed, future, value)
 
         pool.submit(work)
-        # Cancelling the task must not free memory that the running call still writes to.
-        return await asyncio.shield(future)
+        try:
+            # Cancelling the task must not free memory that the running call still writes to.
+            return await asyncio.shield(future)
+        finally:
+            if future.done():
+                # A failure refers to this frame. Without this cycle, the memory of the call is freed now.
+                del future
 
     # -- health
 

@@ -237,25 +237,29 @@ def test_an_invalid_policy_changes_nothing(name: str, why: str) -> None:
     assert all(state.old_generation is None for state in w.p.residency.tiers)
 
 
-def test_the_old_policies_memory_is_given_back() -> None:
-    w = world(policy="arc")
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_old_policies_memory_is_given_back_without_the_garbage_collector(name: str) -> None:
+    w = world(policy=name)
     for i in range(12):
         w.put(0, 1, keys(f"{i}-"))
         w.finish_all()
-    tier = w.p.residency.tiers[0]
-    [policy] = tier.policies.values()
-    old: list[weakref.ref] = [
-        weakref.ref(policy),
-        weakref.ref(tier.generation.segments),
-        weakref.ref(tier.generation.ghosts),
-    ]
-    del policy
-    w.send(ev.SetPolicy("lru"))
-    gc.collect()
-    assert all(ref() is not None for ref in old), "still at work"
-    w.pass_time(1)
-    gc.collect()
-    assert [ref() for ref in old] == [None, None, None]
+        w.now += 2  # rows of different ages are in different slices
+        w.get(1, keys(f"{i}-"))
+    old: list[weakref.ref] = []
+    for tier in w.p.residency.tiers:
+        [policy] = tier.policies.values()
+        generation = tier.generation
+        old += [weakref.ref(policy), weakref.ref(generation.segments)]
+        old += [weakref.ref(generation.ghosts)] if generation.ghosts else []
+    del policy, generation
+    w.send(ev.SetPolicy("arc" if name == "lru" else "lru"))
+    gc.disable()
+    try:
+        assert all(ref() is not None for ref in old), "still at work"
+        w.pass_time(1)
+        assert not any(ref() for ref in old)
+    finally:
+        gc.enable()
 
 
 def test_a_step_moves_a_bounded_number_of_rows() -> None:

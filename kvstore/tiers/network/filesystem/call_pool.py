@@ -143,7 +143,10 @@ class CallPool:
             call.end()
             self._forget(call)
         if call.error is not None:
-            raise call.error
+            try:
+                raise call.error
+            finally:
+                del call  # the failure refers to this frame: a cycle would keep the caller's memory alive
         return call.results
 
     def close(self) -> None:
