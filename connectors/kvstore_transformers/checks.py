@@ -9,14 +9,29 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from kvstore.errors import MisuseError
-from kvstore_transformers.caches import WindowLayer, new_cache
+from kvstore_transformers.caches import StateWindowLayer, WindowLayer, attention_layers, new_cache
 from kvstore_transformers.tails import eos_ids
 
 _SERVED_ROPES = {"default", "linear", "llama3", "proportional", "yarn"}
 """Rotary embeddings for which the key of a token depends only on its position."""
+
+_SERVED_LAYERS = (
+    DynamicLayer,
+    WindowLayer,
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    StateWindowLayer,
+    DummyLayer,
+)
+"""Layers that keep the keys and values of every token, a state, both, or nothing."""
 
 _SHARDED = {"_tp_size": "tensor parallelism", "_fsdp_size": "FSDP", "_device_mesh": "a device mesh"}
 """Attributes that transformers sets on a model that is sharded over processes."""
@@ -62,7 +77,14 @@ def check_model(model: Any, revision: str | None) -> None:
             raise MisuseError(f"{name} takes no {argument}", "only models with a DynamicCache can be served")
     if getattr(config, "attention_chunk_size", None) is not None:
         raise MisuseError(f"{name} attends in chunks", "only full attention and windows can be served")
-    check_layers(new_cache(config))
+    if not model._supports_default_dynamic_cache():
+        raise MisuseError(
+            f"{name} has a cache class of its own", "only models with a DynamicCache can be served"
+        )
+    past = new_cache(config)
+    check_layers(past)
+    if not attention_layers(past):
+        raise MisuseError(f"{name} has no attention", "only states beside attention can be served")
     for rope in sorted(_all_rope_types(model)):
         if rope not in _SERVED_ROPES:
             raise MisuseError(
@@ -93,12 +115,12 @@ def check_not_sharded(model: Any) -> None:
 
 
 def check_layers(past: Any) -> None:
-    """Refuses caches with a layer that does not keep the keys and values of every token."""
+    """Refuses caches with a layer that drops or alters the keys and values of tokens."""
     for i, layer in enumerate(past.layers):
-        if type(layer) not in (DynamicLayer, WindowLayer):
+        if type(layer) not in _SERVED_LAYERS:
             raise MisuseError(
                 f"layer {i} of the cache is a {type(layer).__name__}",
-                "layers with linear attention, shared, static or quantized keys can't be restored, "
+                "layers with static, quantized or compressed keys can't be restored, "
                 "nor windows in a cache that PrefixCache.restore has not made",
             )
 

@@ -181,7 +181,11 @@ REFUSALS = {
         "takes no past_key_values",
         "takes no position_ids",
         "DynamicSlidingWindowLayer",
-        "LinearAttentionLayer",
+        "does not continue from its states",
+        "has no attention",
+        "keeps its state outside the cache",
+        "has a cache class of its own",
+        "past is not the cache of the latest restore",
         "is an encoder-decoder",
         "takes more than text",
         "is sharded over ranks",
@@ -216,6 +220,10 @@ NAMES = {
     "Gemma3": "Gemma 3", "Olmo2": "OLMo 2", "Gemma3n": "Gemma 3n", "Gemma4": "Gemma 4",
     "Llama4": "Llama 4", "Lfm2": "LFM2", "Lfm2Moe": "LFM2-MoE",
     "Starcoder2": "StarCoder2", "Rwkv": "RWKV", "Mpt": "MPT", "Bart": "BART",
+    "Qwen3_5": "Qwen3.5", "Qwen3_5Moe": "Qwen3.5-MoE", "OlmoHybrid": "OLMo Hybrid",
+    "KimiLinear": "Kimi Linear",
+    "BailingHybrid": "Bailing Hybrid", "Lfm3": "LFM3", "NemotronH": "Nemotron-H", "FalconH1": "Falcon-H1",
+    "Inkling2": "Inkling 2", "Mamba2": "Mamba-2",
     "BertLMHeadModel": "encoders with a language head", "Bert": "BERT",
 }  # fmt: skip
 """Names of model families on the pages, by their name in transformers, where these differ."""
