@@ -95,9 +95,8 @@ class Columns:
         """Cuts the batch to at most `width` columns."""
         self.width = min(self.width, width)
 
-    def to_cache(self, config: Any) -> DynamicCache:
-        """Returns a cache with these columns."""
-        past = new_cache(config)
+    def to_cache(self, past: Any) -> Any:
+        """Returns the empty cache `past`, with these columns."""
         if self.width:
             cut = [tensor[:, :, : self.width] for tensor in self._tensors]
             for layer, keys, values in zip(attention_layers(past), cut[::2], cut[1::2], strict=True):

@@ -14,6 +14,9 @@ from transformers.cache_utils import (
     DynamicLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionLayer,
+    QuantizedCache,
+    StaticCache,
+    StaticLayer,
 )
 
 from kvstore.errors import MisuseError
@@ -30,6 +33,7 @@ _SERVED_LAYERS = (
     LinearAttentionAndFullAttentionLayer,
     StateWindowLayer,
     DummyLayer,
+    StaticLayer,
 )
 """Layers that keep the keys and values of every token, a state, both, or nothing."""
 
@@ -51,7 +55,10 @@ _NO_INPUTS = {
 _SERVED_SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "num_return_sequences": ((None, 1), "repeat the prompt in the batch"),
     "use_cache": ((None, True), f"there is nothing to restore into: {_INSTEAD}"),
-    "cache_implementation": ((None,), f"only the default cache is restored: {_INSTEAD}"),
+    "cache_implementation": (
+        (None,),
+        f"restored are the default cache and a StaticCache passed as past_key_values; {_INSTEAD}",
+    ),
     "output_attentions": ((None, False), f"restored tokens have none: {_INSTEAD}"),
     "output_hidden_states": ((None, False), f"restored tokens have none: {_INSTEAD}"),
     "token_healing": ((None, False), "heal the prompt first: its tokens are looked up without changes"),
@@ -120,9 +127,38 @@ def check_layers(past: Any) -> None:
         if type(layer) not in _SERVED_LAYERS:
             raise MisuseError(
                 f"layer {i} of the cache is a {type(layer).__name__}",
-                "layers with static, quantized or compressed keys can't be restored, "
+                "layers with quantized or compressed keys can't be restored, "
                 "nor windows in a cache that PrefixCache.restore has not made",
             )
+
+
+def check_own_cache(past: Any, rows: int, columns: int) -> None:
+    """Refuses a cache of the caller, unless it is an empty StaticCache with room for the batch."""
+    if not isinstance(past, StaticCache):
+        why = "only a StaticCache is filled: leave it out for the default cache"
+        if isinstance(past, QuantizedCache):
+            why = f"its scales depend on the whole prompt, so a prefix has no bytes of its own: {_INSTEAD}"
+        raise MisuseError(f"past_key_values is a {type(past).__name__}", why)
+    if past.offloading:
+        raise MisuseError("past_key_values is offloaded", _INSTEAD)
+    for i, layer in enumerate(past.layers):
+        if type(layer) is not StaticLayer:
+            raise MisuseError(
+                f"layer {i} of past_key_values is a {type(layer).__name__}",
+                "windows and states are restored into the default cache only: leave past_key_values out",
+            )
+        if layer.max_cache_len < columns:
+            raise MisuseError(
+                f"past_key_values has room for {layer.max_cache_len} tokens, input_ids has {columns}",
+                "make it longer: max_cache_len",
+            )
+        if layer.is_initialized and layer.keys.shape[0] != rows:
+            raise MisuseError(
+                f"past_key_values has {layer.keys.shape[0]} rows, input_ids {rows}",
+                "make one for each batch size",
+            )
+    if int(past.get_seq_length()):
+        raise MisuseError("past_key_values holds tokens", "call its reset() first")
 
 
 def check_call(model: Any, settings: dict[str, str], then: dict[str, str]) -> None:

@@ -67,6 +67,6 @@ def merge(shape: BlockShape, groups: list[Group], width: int, config: Any) -> Dy
             columns.take(group.rows, group.pad, group.past)
             for past_row, row in enumerate(group.rows):
                 states[row] = shape.states.read(group.past, past_row)
-    past = columns.to_cache(config)
+    past = columns.to_cache(new_cache(config))
     shape.states.write(past, states)
     return past

@@ -16,7 +16,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,14 @@ from kvstore import Client, ExceptionBarrier, Key, PutResult, chain_keys
 from kvstore.errors import MisuseError
 from kvstore_transformers.blocks import BlockShape, Columns
 from kvstore_transformers.caches import new_cache
-from kvstore_transformers.checks import check_call, check_layers, check_model, check_pads, check_settings
+from kvstore_transformers.checks import (
+    check_call,
+    check_layers,
+    check_model,
+    check_own_cache,
+    check_pads,
+    check_settings,
+)
 from kvstore_transformers.identity import layouts_of, settings_of
 from kvstore_transformers.prefill import Group, merge, prefill
 from kvstore_transformers.state_store import StateStore
@@ -92,6 +100,7 @@ class PrefixCache:
         self.last = Figures()
         self._model = model
         self._salt = salt
+        self._attached_to: Any = None
         self._deadline_s = client.deadline_s
         self._ends_s = 0.0
         self._shape = BlockShape(model, block_tokens)
@@ -108,16 +117,34 @@ class PrefixCache:
         """The number of internal failures of `restore` and `store`; each counts as a miss."""
         return self._guard.failures
 
-    def generate(self, input_ids: Any, attention_mask: Any = None, **options: Any) -> Any:
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Replaces `model.generate` by `generate` in a `with` block: pipelines over the model use it."""
+        model, self._attached_to = self._model, self._model.generate
+        before = model.__dict__.get("generate")
+        model.generate = self.generate
+        try:
+            yield
+        finally:
+            self._attached_to = None
+            del model.generate
+            if before is not None:
+                model.generate = before
+
+    def generate(
+        self, input_ids: Any, attention_mask: Any = None, past_key_values: Any = None, **options: Any
+    ) -> Any:
         """Returns the result of `model.generate` for token ids (rows, columns), padded on the left.
 
         Without `attention_mask` there is no padding. Prompts and answers are stored up to the end of each
-        row.
+        row. `past_key_values`: an empty StaticCache to fill; None: a DynamicCache.
         """
         settings = check_settings(self._model, options)
         self._check_model_is_as_it_was()
         pads = check_pads(input_ids, attention_mask, settings)
-        past = self._restored(input_ids.tolist(), pads)
+        if past_key_values is not None:
+            check_own_cache(past_key_values, *input_ids.shape)
+        past = self._restored(input_ids.tolist(), pads, past_key_values)
         if attention_mask is None:
             # An explicit mask keeps generate from inferring padding.
             attention_mask = torch.ones_like(input_ids)
@@ -131,9 +158,8 @@ class PrefixCache:
                 self._guard,
             )
             options["stopping_criteria"] = [*(options.get("stopping_criteria") or []), watch]
-        output = self._model.generate(
-            input_ids, attention_mask=attention_mask, past_key_values=past, **options
-        )
+        generate = self._attached_to or self._model.generate
+        output = generate(input_ids, attention_mask=attention_mask, past_key_values=past, **options)
         sequences = (output if isinstance(output, torch.Tensor) else output.sequences).tolist()
         self._save(past, sequences, pads, row_ends(sequences, prompt_columns, settings))
         return output
@@ -169,24 +195,29 @@ class PrefixCache:
     # -- restore
 
     @torch.no_grad()
-    def _restored(self, rows: list[list[int]], pads: list[int]) -> DynamicCache:
+    def _restored(self, rows: list[list[int]], pads: list[int], into: Any = None) -> Any:
+        """Returns a cache with a prefix of the rows: `into`, an empty one, or a new one."""
         self.last = Figures(prompt_tokens=sum(len(row) - pad for row, pad in zip(rows, pads, strict=True)))
         self._ends_s = time.monotonic() + self._deadline_s
         self._snapshots = Snapshots(self._shape.states, len(rows))
-        past = new_cache(self._model.config)
+        past = None
         with self._guard("restore"):
-            past = (
-                self._resumed(self._states, rows, pads)
-                if self._states
-                else self._restored_columns(rows, pads)
-            )
+            if self._states:
+                past = self._resumed(self._states, rows, pads)
+            else:
+                past = self._restored_columns(rows, pads, into)
+        if past is None and into is not None:
+            into.reset()
+            past = into
+        elif past is None:
+            past = new_cache(self._model.config)
         self._snapshots.past = past
         return past
 
-    def _restored_columns(self, rows: list[list[int]], pads: list[int]) -> DynamicCache:
+    def _restored_columns(self, rows: list[list[int]], pads: list[int], into: Any) -> Any:
         keys = [self._keys(row[pad:]) for row, pad in zip(rows, pads, strict=True)]
         columns = self._fetch(keys, pads, self._known_columns(keys, pads, len(rows[0])))
-        past = columns.to_cache(self._model.config)
+        past = columns.to_cache(new_cache(self._model.config) if into is None else into)
         self.last.restored_tokens = sum(max(0, columns.width - pad) for pad in pads)
         return past
 
@@ -258,7 +289,7 @@ class PrefixCache:
         if columns.width < at:
             # A block has been evicted since its lookup.
             at, columns = 0, Columns(self._shape, len(rows), 0)
-        past = columns.to_cache(self._model.config)
+        past = columns.to_cache(new_cache(self._model.config))
         if at:
             self._shape.states.write(past, states)
         return Group(list(rows), pad, at, boundaries, past)
@@ -267,7 +298,7 @@ class PrefixCache:
 
     @torch.no_grad()
     def _save(self, past: DynamicCache, rows: list[list[int]], pads: list[int], ends: list[int]) -> None:
-        held = past.get_seq_length()
+        held = int(past.get_seq_length())
         self.last = Figures(self.last.prompt_tokens, self.last.restored_tokens)
         self._ends_s = time.monotonic() + self._deadline_s
         with self._guard("store"):

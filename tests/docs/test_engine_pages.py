@@ -186,6 +186,7 @@ REFUSALS = {
         "keeps its state outside the cache",
         "has a cache class of its own",
         "past is not the cache of the latest restore",
+        "past_key_values is offloaded",
         "is an encoder-decoder",
         "takes more than text",
         "is sharded over ranks",
