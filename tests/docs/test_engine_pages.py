@@ -215,7 +215,9 @@ def test_quoted_messages_are_those_of_the_connector(name: str) -> None:
 
 
 NAMES = {
-    "DeepseekV2": "DeepSeek", "DeepseekV3": "DeepSeek", "Glm4Moe": "GLM-4.5", "GraniteMoeHybrid": "Granite 4",
+    "DeepseekV2": "DeepSeek", "DeepseekV3": "DeepSeek",
+    "DeepseekV32": "DeepSeek-V3.2", "DeepseekV4": "DeepSeek-V4",
+    "Glm4Moe": "GLM-4.5", "GraniteMoeHybrid": "Granite 4",
     "GptOss": "gpt-oss", "GPTNeoX": "GPT-NeoX", "GPTNeo": "GPT-Neo", "GPT2": "GPT-2",
     "Qwen3Moe": "Qwen3-MoE", "Qwen3Next": "Qwen3-Next", "Phi3": "Phi-3", "Gemma2": "Gemma 2",
     "Gemma3": "Gemma 3", "Olmo2": "OLMo 2", "Gemma3n": "Gemma 3n", "Gemma4": "Gemma 4",

@@ -39,6 +39,7 @@ MLA = {
     "topk_group": 1,
     "head_dim": 16,
 }
+INDEXER = {"index_head_dim": 16, "index_n_heads": 2, "index_topk": 24}
 BLOOM = {"vocab_size": 512, "hidden_size": 64, "n_layer": 3, "n_head": 4, "initializer_range": 0.2}
 MPT = {
     "vocab_size": 512,
@@ -192,6 +193,14 @@ SERVED: dict[str, Callable[[], Any]] = {
         num_key_value_heads=2,
     ),
     "sinks": gpt_oss,
+    "shared keys and windows of Gemma 4": of(
+        "Gemma4ForCausalLM",
+        sliding_window=32,
+        global_head_dim=32,
+        num_kv_shared_layers=2,
+        vocab_size_per_layer_input=512,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    ),
     "shared keys of Gemma 3n": of(
         "Gemma3nForCausalLM", num_kv_shared_layers=2, vocab_size_per_layer_input=512, sliding_window=32
     ),
@@ -248,6 +257,15 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "chunks": (
         of("Llama4ForCausalLM", attention_chunk_size=32, intermediate_size_mlp=96, **MOE),
         "in chunks",
+    ),
+    "compressed keys": (of("DeepseekV4ForCausalLM"), "layer 0 of the cache is a DeepseekV4HCACache"),
+    "sparse attention of V3.2": (
+        of("DeepseekV32ForCausalLM", **{**MLA, "q_lora_rank": 32}, **INDEXER),
+        "layer 0 of the cache is a DynamicIndexedLayer",
+    ),
+    "sparse attention of GLM": (
+        of("GlmMoeDsaForCausalLM", **{**MLA, "q_lora_rank": 32}, **INDEXER),
+        "layer 0 of the cache is a DynamicIndexedLayer",
     ),
     "dynamic rope": (of("LlamaForCausalLM", **rope("dynamic")), "dynamic position"),
     "longrope": (of("Phi3ForCausalLM", **rope("longrope", **LONG)), "longrope position"),
