@@ -101,6 +101,7 @@ def test_rows_of_a_batch_are_resumed_at_states_of_their_own(cached: Make, salt: 
     for restored in (80 + 64, 80 + 64 + 80):
         ours = generated(cache, *prompts)
         assert torch.equal(ours.sequences, alone.sequences)
+        torch.testing.assert_close(ours.logits[0], alone.logits[0], rtol=1e-3, atol=1e-3)
         assert cache.last.restored_tokens == restored
     for prompt, states_of in zip(prompts, ([80], [64], [80], []), strict=True):
         # The state in the answer is at another place for each row.
