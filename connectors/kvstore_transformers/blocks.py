@@ -1,6 +1,7 @@
 """Converts between blocks (bytes in the store) and columns (tensors of a DynamicCache).
 
-A block holds, for each layer, keys (heads, block_tokens, dim) and then values of the same shape.
+A block holds, for each layer with attention, keys (heads, block_tokens, dim) and then values of the same
+shape.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import torch
 from transformers import DynamicCache
 
 from kvstore.errors import MisuseError
-from kvstore_transformers.caches import new_cache
+from kvstore_transformers.caches import attention_layers, new_cache
 from kvstore_transformers.checks import check_layers
+from kvstore_transformers.states import StateShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class Part:
 
 
 class BlockShape:
-    """The shape of a model's blocks: `block_bytes`, `dtype`, and `parts` in order.
+    """The shape of a model's blocks: `block_bytes`, `dtype`, and `parts` in order. `states`: of its states.
 
     The constructor runs the model on one token and inspects its cache, because configurations name heads and
     sizes in many ways. Raises MisuseError if the cache differs from the expected form.
@@ -38,7 +40,9 @@ class BlockShape:
     def __init__(self, model: Any, block_tokens: int) -> None:
         if block_tokens < 1:
             raise MisuseError(f"block_tokens is {block_tokens}", "at least 1 token a block")
-        tensors = _probe(model)
+        past = _probe(model)
+        tensors = _tensors(past)
+        self.states = StateShape(past)
         self.block_tokens = block_tokens
         self.dtype = tensors[0].dtype
         self.parts: list[Part] = []
@@ -82,33 +86,41 @@ class Columns:
             target = tensor[row, :, column : column + tokens]
             target.unflatten(1, (len(blocks), self._shape.block_tokens)).copy_(self._shape.part_of(raw, part))
 
+    def take(self, rows: list[int], column: int, past: DynamicCache) -> None:
+        """Copies the rows of a cache into `rows` from `column` on."""
+        for target, tensor in zip(self._tensors, _tensors(past), strict=True):
+            target[rows, :, column : column + tensor.shape[2]] = tensor
+
     def cut(self, width: int) -> None:
         """Cuts the batch to at most `width` columns."""
         self.width = min(self.width, width)
 
-    def to_cache(self, config: Any) -> DynamicCache:
-        """Returns a cache with these columns."""
-        past = new_cache(config)
+    def to_cache(self, past: Any) -> Any:
+        """Returns the empty cache `past`, with these columns."""
         if self.width:
             cut = [tensor[:, :, : self.width] for tensor in self._tensors]
-            for layer, (keys, values) in enumerate(zip(cut[::2], cut[1::2], strict=True)):
-                past.update(keys, values, layer)
+            for layer, keys, values in zip(attention_layers(past), cut[::2], cut[1::2], strict=True):
+                layer.update(keys, values)
         return past
 
 
 def _tensors(past: DynamicCache) -> list[Any]:
-    """Returns keys and values of each layer, (rows, heads, columns, dim) each."""
-    return [tensor for layer in past.layers for tensor in (layer.keys, layer.values)]
+    """Returns keys and values of each layer with attention, (rows, heads, columns, dim) each."""
+    return [tensor for layer in attention_layers(past) for tensor in (layer.keys, layer.values)]
 
 
 @torch.no_grad()
-def _probe(model: Any) -> list[Any]:
-    """Returns keys and values of one token, (1, heads, 1, dim) each."""
+def _probe(model: Any) -> DynamicCache:
+    """Returns a cache with one token, whose keys and values are (1, heads, 1, dim)."""
     past = new_cache(model.config)
     token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     model(input_ids=token, past_key_values=past, use_cache=True)
     check_layers(past)
     tensors = _tensors(past)
+    if not tensors:
+        raise MisuseError(
+            f"{type(model).__name__} has no attention", "only states beside attention can be served"
+        )
     if any(tensor is None or tensor.shape[::2] != (1, 1) for tensor in tensors):
         raise MisuseError(
             f"{type(model).__name__} did not put one token's keys and values into each layer of its cache",
@@ -118,4 +130,4 @@ def _probe(model: Any) -> list[Any]:
         raise MisuseError(
             f"layers of {type(model).__name__} keep keys and values in several dtypes", "convert it to one"
         )
-    return tensors
+    return past

@@ -1,12 +1,19 @@
-"""The caches that a model fills: a DynamicCache whose layers keep the keys and values of all tokens."""
+"""The caches that a model fills: a DynamicCache whose attention layers keep all keys and values."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 
 
 class WindowLayer(DynamicSlidingWindowLayer):
@@ -34,10 +41,37 @@ class WindowLayer(DynamicSlidingWindowLayer):
         self.cumulative_length = self.keys.shape[-2] if self.is_initialized else 0
 
 
+class StateWindowLayer(LinearAttentionAndSlidingWindowAttentionLayer):
+    """A WindowLayer with a state beside it."""
+
+    keys: Any
+    values: Any
+    update = WindowLayer.update
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes -`tokens_to_remove` tokens. The state must have recorded its past."""
+        LinearAttentionLayer.crop(self, tokens_to_remove)
+        WindowLayer.crop(self, tokens_to_remove)
+
+
 def new_cache(config: Any) -> DynamicCache:
     """Returns an empty cache for a model."""
     past = DynamicCache(config=config)
     for i, layer in enumerate(past.layers):
         if type(layer) is DynamicSlidingWindowLayer:
             past.layers[i] = WindowLayer(layer.sliding_window)
+        elif type(layer) is LinearAttentionAndSlidingWindowAttentionLayer:
+            past.layers[i] = StateWindowLayer(layer.sliding_window, layer.number_of_states)
     return past
+
+
+def attention_layers(past: Any) -> list[Any]:
+    """Returns the layers that keep keys and values of tokens."""
+    return [layer for layer in past.layers if isinstance(layer, CacheLayerMixin)]
+
+
+def position_arguments(model: Any, start: int, stop: int) -> dict[str, Any]:
+    """Returns the positions of tokens [start, stop), as `generate` does: some models do not ask the cache."""
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return {}
+    return {"position_ids": torch.arange(start, stop, device=model.device)[None]}

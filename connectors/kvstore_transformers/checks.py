@@ -9,14 +9,33 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+    QuantizedCache,
+    StaticCache,
+    StaticLayer,
+)
 
 from kvstore.errors import MisuseError
-from kvstore_transformers.caches import WindowLayer, new_cache
+from kvstore_transformers.caches import StateWindowLayer, WindowLayer, attention_layers, new_cache
 from kvstore_transformers.tails import eos_ids
 
 _SERVED_ROPES = {"default", "linear", "llama3", "proportional", "yarn"}
 """Rotary embeddings for which the key of a token depends only on its position."""
+
+_SERVED_LAYERS = (
+    DynamicLayer,
+    WindowLayer,
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    StateWindowLayer,
+    DummyLayer,
+    StaticLayer,
+)
+"""Layers that keep the keys and values of every token, a state, both, or nothing."""
 
 _SHARDED = {"_tp_size": "tensor parallelism", "_fsdp_size": "FSDP", "_device_mesh": "a device mesh"}
 """Attributes that transformers sets on a model that is sharded over processes."""
@@ -36,7 +55,10 @@ _NO_INPUTS = {
 _SERVED_SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "num_return_sequences": ((None, 1), "repeat the prompt in the batch"),
     "use_cache": ((None, True), f"there is nothing to restore into: {_INSTEAD}"),
-    "cache_implementation": ((None,), f"only the default cache is restored: {_INSTEAD}"),
+    "cache_implementation": (
+        (None,),
+        f"restored are the default cache and a StaticCache passed as past_key_values; {_INSTEAD}",
+    ),
     "output_attentions": ((None, False), f"restored tokens have none: {_INSTEAD}"),
     "output_hidden_states": ((None, False), f"restored tokens have none: {_INSTEAD}"),
     "token_healing": ((None, False), "heal the prompt first: its tokens are looked up without changes"),
@@ -62,7 +84,14 @@ def check_model(model: Any, revision: str | None) -> None:
             raise MisuseError(f"{name} takes no {argument}", "only models with a DynamicCache can be served")
     if getattr(config, "attention_chunk_size", None) is not None:
         raise MisuseError(f"{name} attends in chunks", "only full attention and windows can be served")
-    check_layers(new_cache(config))
+    if not model._supports_default_dynamic_cache():
+        raise MisuseError(
+            f"{name} has a cache class of its own", "only models with a DynamicCache can be served"
+        )
+    past = new_cache(config)
+    check_layers(past)
+    if not attention_layers(past):
+        raise MisuseError(f"{name} has no attention", "only states beside attention can be served")
     for rope in sorted(_all_rope_types(model)):
         if rope not in _SERVED_ROPES:
             raise MisuseError(
@@ -93,14 +122,43 @@ def check_not_sharded(model: Any) -> None:
 
 
 def check_layers(past: Any) -> None:
-    """Refuses caches with a layer that does not keep the keys and values of every token."""
+    """Refuses caches with a layer that drops or alters the keys and values of tokens."""
     for i, layer in enumerate(past.layers):
-        if type(layer) not in (DynamicLayer, WindowLayer):
+        if type(layer) not in _SERVED_LAYERS:
             raise MisuseError(
                 f"layer {i} of the cache is a {type(layer).__name__}",
-                "layers with linear attention, shared, static or quantized keys can't be restored, "
+                "layers with quantized or compressed keys can't be restored, "
                 "nor windows in a cache that PrefixCache.restore has not made",
             )
+
+
+def check_own_cache(past: Any, rows: int, columns: int) -> None:
+    """Refuses a cache of the caller, unless it is an empty StaticCache with room for the batch."""
+    if not isinstance(past, StaticCache):
+        why = "only a StaticCache is filled: leave it out for the default cache"
+        if isinstance(past, QuantizedCache):
+            why = f"its scales depend on the whole prompt, so a prefix has no bytes of its own: {_INSTEAD}"
+        raise MisuseError(f"past_key_values is a {type(past).__name__}", why)
+    if past.offloading:
+        raise MisuseError("past_key_values is offloaded", _INSTEAD)
+    for i, layer in enumerate(past.layers):
+        if type(layer) is not StaticLayer:
+            raise MisuseError(
+                f"layer {i} of past_key_values is a {type(layer).__name__}",
+                "windows and states are restored into the default cache only: leave past_key_values out",
+            )
+        if layer.max_cache_len < columns:
+            raise MisuseError(
+                f"past_key_values has room for {layer.max_cache_len} tokens, input_ids has {columns}",
+                "make it longer: max_cache_len",
+            )
+        if layer.is_initialized and layer.keys.shape[0] != rows:
+            raise MisuseError(
+                f"past_key_values has {layer.keys.shape[0]} rows, input_ids {rows}",
+                "make one for each batch size",
+            )
+    if int(past.get_seq_length()):
+        raise MisuseError("past_key_values holds tokens", "call its reset() first")
 
 
 def check_call(model: Any, settings: dict[str, str], then: dict[str, str]) -> None:

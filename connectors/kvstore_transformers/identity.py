@@ -6,6 +6,7 @@ import itertools
 import json
 import platform
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,20 +43,31 @@ _SWITCHES: dict[str, Callable[[], Any]] = {
 """Torch settings that select kernels or their precision."""
 
 
-def layout_of(model: Any, shape: BlockShape, revision: str | None) -> Layout:
-    """Returns the layout of a model's blocks. `revision` names the weights; None: a digest of the weights."""
+def layouts_of(model: Any, shape: BlockShape, revision: str | None) -> tuple[Layout, Layout | None]:
+    """Returns the layouts of a model's blocks and of its states, None if it has none.
+
+    `revision` names the weights; None: a digest of the weights.
+    """
     weights = weights_digest(model) if revision is None else revision
     said = [settings_of(model), _kinds(model), _rotations(model), _tensors(_not_weights(model))]
     settings = blake3(json.dumps(said).encode()).hexdigest(16)
     # Kernels differ in the last bits, which can change an answer.
     runs_on = f"{model.config._attn_implementation} on {model.device.type}"
-    return Layout(
+    blocks = Layout(
         model=model.config._name_or_path or type(model).__name__,
         revision=f"{weights} config {config_digest(model.config)}",
         dtype=str(shape.dtype).removeprefix("torch."),
         block_tokens=shape.block_tokens,
         block_bytes=shape.block_bytes,
         kv_layout=f"layer, kv, head, token, dim; {runs_on}; settings {settings}",
+    )
+    states = shape.states
+    if not states.parts:
+        return blocks, None
+    dtypes = ", ".join(sorted({str(part.dtype).removeprefix("torch.") for part in states.parts}))
+    kv_layout = f"{states.pieces} pieces of a state; {runs_on}; settings {settings}"
+    return blocks, replace(
+        blocks, dtype=dtypes, block_bytes=states.block_bytes, kv_layout=kv_layout, kind="independent"
     )
 
 

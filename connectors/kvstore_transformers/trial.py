@@ -11,10 +11,13 @@ import torch
 from transformers import DynamicCache
 
 from kvstore.errors import MisuseError
-from kvstore_transformers.caches import new_cache
+from kvstore_transformers.caches import attention_layers, new_cache, position_arguments
+from kvstore_transformers.states import StateShape
 
 _TOKENS = 24
 _PREFIX = 12
+
+_CAUSAL = "only decoders with causal attention can be served"
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 """The largest relative difference of keys or values due to rounding. Other dtypes: `_COARSE`."""
@@ -24,40 +27,47 @@ _COARSE = 0.3
 
 
 @torch.no_grad()
-def try_prefix(model: Any) -> None:
+def try_prefix(model: Any, shape: StateShape) -> None:
     """Raises MisuseError if keys and values of a prefix depend on later tokens.
 
-    Also raises it if a run that continues from the cached prefix differs from a run over all tokens.
+    Also raises it if a run that continues from the cached prefix differs from a run over all tokens, in keys,
+    values or the states at its end.
     """
-    size = model.config.vocab_size
+    name, size = type(model).__name__, model.config.vocab_size
     tokens = torch.arange(1, _TOKENS + 1, device=model.device)[None] * 7 % size
-    prefix = _run(model, tokens[:, :_PREFIX], new_cache(model.config))
-    whole = _run(model, tokens, new_cache(model.config))
-    _compare(model, prefix, [tensor[:, :, :_PREFIX] for tensor in whole], "depend on the tokens that follow")
-    past = new_cache(model.config)
-    for layer, (keys, values) in enumerate(zip(prefix[::2], prefix[1::2], strict=True)):
-        past.update(keys, values, layer)
-    rest = [tensor[:, :, _PREFIX:] for tensor in _run(model, tokens[:, _PREFIX:], past)]
-    _compare(model, rest, [tensor[:, :, _PREFIX:] for tensor in whole], "depend on more than its cache")
+    first, whole, past = (new_cache(model.config) for _ in range(3))
+    prefix, expected = _run(model, tokens[:, :_PREFIX], first), _run(model, tokens, whole)
+    if not _same(prefix, [tensor[:, :, :_PREFIX] for tensor in expected]):
+        raise MisuseError(f"keys and values of {name} depend on the tokens that follow", _CAUSAL)
+    for layer, keys, values in zip(attention_layers(past), prefix[::2], prefix[1::2], strict=True):
+        layer.update(keys, values)
+    shape.write(past, [shape.read(first, 0)])
+    rest = _run(model, tokens[:, _PREFIX:], past, _PREFIX)
+    ours = [tensor[:, :, _PREFIX:] for tensor in rest] + shape.tensors(past)
+    theirs = [tensor[:, :, _PREFIX:] for tensor in expected] + shape.tensors(whole)
+    if not _same(ours, theirs):
+        if shape.parts:
+            raise MisuseError(
+                f"{name} does not continue from its states",
+                "this version of transformers runs several tokens at once from the first token only",
+            )
+        raise MisuseError(f"keys and values of {name} depend on more than its cache", _CAUSAL)
 
 
-def _run(model: Any, tokens: Any, past: DynamicCache) -> list[Any]:
-    """Returns the keys and values of all layers after the run."""
-    model(input_ids=tokens, past_key_values=past, use_cache=True)
-    return [tensor.clone() for layer in past.layers for tensor in (layer.keys, layer.values)]
+def _run(model: Any, tokens: Any, past: DynamicCache, start: int = 0) -> list[Any]:
+    """Returns the keys and values of all layers after the run over tokens from position `start` on."""
+    positions = position_arguments(model, start, start + tokens.shape[1])
+    model(input_ids=tokens, past_key_values=past, use_cache=True, **positions)
+    return [tensor.clone() for layer in attention_layers(past) for tensor in (layer.keys, layer.values)]
 
 
-def _compare(model: Any, ours: list[Any], theirs: list[Any], failing: str) -> None:
+def _same(ours: list[Any], theirs: list[Any]) -> bool:
+    """Returns whether tensors differ by rounding only."""
     for one, other in zip(ours, theirs, strict=True):
         if one.shape != other.shape:
-            break
+            return False
         away = (one.double() - other.double()).norm()
         # NaN does not match.
         if not bool(away <= _TOLERANCE.get(one.dtype, _COARSE) * other.double().norm() + 1e-9):
-            break
-    else:
-        return
-    raise MisuseError(
-        f"keys and values of {type(model).__name__} {failing}",
-        "only decoders with causal attention can be served",
-    )
+            return False
+    return True

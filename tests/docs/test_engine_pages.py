@@ -181,7 +181,12 @@ REFUSALS = {
         "takes no past_key_values",
         "takes no position_ids",
         "DynamicSlidingWindowLayer",
-        "LinearAttentionLayer",
+        "does not continue from its states",
+        "has no attention",
+        "keeps its state outside the cache",
+        "has a cache class of its own",
+        "past is not the cache of the latest restore",
+        "past_key_values is offloaded",
         "is an encoder-decoder",
         "takes more than text",
         "is sharded over ranks",
@@ -210,12 +215,18 @@ def test_quoted_messages_are_those_of_the_connector(name: str) -> None:
 
 
 NAMES = {
-    "DeepseekV2": "DeepSeek", "DeepseekV3": "DeepSeek", "Glm4Moe": "GLM-4.5", "GraniteMoeHybrid": "Granite 4",
+    "DeepseekV2": "DeepSeek", "DeepseekV3": "DeepSeek",
+    "DeepseekV32": "DeepSeek-V3.2", "DeepseekV4": "DeepSeek-V4",
+    "Glm4Moe": "GLM-4.5", "GraniteMoeHybrid": "Granite 4",
     "GptOss": "gpt-oss", "GPTNeoX": "GPT-NeoX", "GPTNeo": "GPT-Neo", "GPT2": "GPT-2",
     "Qwen3Moe": "Qwen3-MoE", "Qwen3Next": "Qwen3-Next", "Phi3": "Phi-3", "Gemma2": "Gemma 2",
     "Gemma3": "Gemma 3", "Olmo2": "OLMo 2", "Gemma3n": "Gemma 3n", "Gemma4": "Gemma 4",
     "Llama4": "Llama 4", "Lfm2": "LFM2", "Lfm2Moe": "LFM2-MoE",
     "Starcoder2": "StarCoder2", "Rwkv": "RWKV", "Mpt": "MPT", "Bart": "BART",
+    "Qwen3_5": "Qwen3.5", "Qwen3_5Moe": "Qwen3.5-MoE", "OlmoHybrid": "OLMo Hybrid",
+    "KimiLinear": "Kimi Linear",
+    "BailingHybrid": "Bailing Hybrid", "Lfm3": "LFM3", "NemotronH": "Nemotron-H", "FalconH1": "Falcon-H1",
+    "Inkling2": "Inkling 2", "Mamba2": "Mamba-2",
     "BertLMHeadModel": "encoders with a language head", "Bert": "BERT",
 }  # fmt: skip
 """Names of model families on the pages, by their name in transformers, where these differ."""

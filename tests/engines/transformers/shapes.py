@@ -39,6 +39,7 @@ MLA = {
     "topk_group": 1,
     "head_dim": 16,
 }
+INDEXER = {"index_head_dim": 16, "index_n_heads": 2, "index_topk": 24}
 BLOOM = {"vocab_size": 512, "hidden_size": 64, "n_layer": 3, "n_head": 4, "initializer_range": 0.2}
 MPT = {
     "vocab_size": 512,
@@ -74,10 +75,45 @@ LINEAR = {
     "linear_num_key_heads": 2,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
+}
+EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
+}
+MAMBA = {"mamba_d_state": 8, "mamba_n_groups": 1, "mamba_n_heads": 4, "mamba_d_head": 32}
+MAMBA_1 = {"mamba_d_state": 4, "mamba_dt_rank": 4, "use_mamba_kernels": False}
+CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False}
+INKLING = {
+    "layer_types": ["hybrid_sliding", "hybrid"] * 2,
+    "sliding_window_size": 32,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_head_dim": 16,
+    "unpadded_vocab_size": 512,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+}
+ZAYA = {
+    "num_key_value_heads": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 32,
+    "router_hidden_size": 32,
+}
+MIXED = ["linear_attention", "hybrid"] * 2
+NEMOTRON = {
+    "layer_types": ["linear_attention", "mlp", "full_attention", "moe"],
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 8,
+    "n_groups": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
 }
 
 
@@ -157,25 +193,114 @@ SERVED: dict[str, Callable[[], Any]] = {
         num_key_value_heads=2,
     ),
     "sinks": gpt_oss,
+    "shared keys and windows of Gemma 4": of(
+        "Gemma4ForCausalLM",
+        sliding_window=32,
+        global_head_dim=32,
+        num_kv_shared_layers=2,
+        vocab_size_per_layer_input=512,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    ),
+    "shared keys of Gemma 3n": of(
+        "Gemma3nForCausalLM", num_kv_shared_layers=2, vocab_size_per_layer_input=512, sliding_window=32
+    ),
 }
 
-LINEAR_LAYER = "is a LinearAttentionLayer"
+STATES: dict[str, Callable[[], Any]] = {
+    "gated delta rule of Qwen3-Next": of("Qwen3NextForCausalLM", **LINEAR, **EXPERTS),
+    "gated delta rule of Qwen3.5": of("Qwen3_5ForCausalLM", **LINEAR),
+    "gated delta rule of Qwen3.5-MoE": of("Qwen3_5MoeForCausalLM", **LINEAR, **EXPERTS),
+    "gated delta rule of OLMo": of("OlmoHybridForCausalLM", **LINEAR),
+    "Kimi's delta rule with MLA": of(
+        "KimiLinearForCausalLM",
+        **{**MLA, "num_experts": 4, "linear_num_heads": 4, "linear_head_dim": 16},
+        layer_types=["linear_attention", "full_attention"] * 2,
+    ),
+    "lightning attention with MLA": of(
+        "BailingHybridForCausalLM",
+        **{**MLA, "q_lora_rank": 32},
+        layer_group_size=2,
+        num_experts=4,
+    ),
+    "short convolutions of LFM2": of("Lfm2ForCausalLM", **CONVOLUTIONS, block_ff_dim=96),
+    "short convolutions of LFM2-MoE": of("Lfm2MoeForCausalLM", **CONVOLUTIONS, **EXPERTS, num_dense_layers=1),
+    "convolutions and windows of LFM3": of("Lfm3ForCausalLM", num_hidden_layers=5, sliding_window=32),
+    "Mamba-2 of Bamba": of("BambaForCausalLM", **MAMBA, attn_layer_indices=[1, 3]),
+    "Mamba-2 of Granite": of(
+        "GraniteMoeHybridForCausalLM",
+        **MAMBA,
+        **MOE,
+        shared_intermediate_size=96,
+        layer_types=["linear_attention", "full_attention"] * 2,
+    ),
+    "Mamba-2 and layers without a cache": of(
+        "NemotronHForCausalLM",
+        {name: value for name, value in SMALL.items() if name != "num_hidden_layers"},
+        **NEMOTRON,
+    ),
+    "Mamba-2 and attention in one layer": of(
+        "FalconH1ForCausalLM", **{**MAMBA, "mamba_d_head": 16}, mamba_d_ssm=64
+    ),
+    "Mamba-2 and shared attention of Zamba2": of(
+        "Zamba2ForCausalLM", mamba_d_state=8, n_mamba_heads=4, mamba_ngroups=1, layers_block_type=MIXED
+    ),
+    "convolutions and attention in one layer": of("ZayaForCausalLM", **ZAYA),
+    "convolutions, attention and windows of Zaya": of(
+        "ZayaForCausalLM", **ZAYA, sliding_window=32, layer_types=["hybrid", "hybrid_sliding"] * 2
+    ),
+    "four convolutions and a window in one layer": of("InklingForCausalLM", **INKLING, n_shared_experts=1),
+    "four convolutions of Inkling 2": of("Inkling2ForCausalLM", **INKLING),
+}
+"""Models with states."""
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "chunks": (
         of("Llama4ForCausalLM", attention_chunk_size=32, intermediate_size_mlp=96, **MOE),
         "in chunks",
     ),
-    "shared keys of Gemma 3n": (
-        of("Gemma3nForCausalLM", num_kv_shared_layers=2, vocab_size_per_layer_input=512),
-        "layer",
+    "compressed keys": (of("DeepseekV4ForCausalLM"), "layer 0 of the cache is a DeepseekV4HCACache"),
+    "sparse attention of V3.2": (
+        of("DeepseekV32ForCausalLM", **{**MLA, "q_lora_rank": 32}, **INDEXER),
+        "layer 0 of the cache is a DynamicIndexedLayer",
+    ),
+    "sparse attention of GLM": (
+        of("GlmMoeDsaForCausalLM", **{**MLA, "q_lora_rank": 32}, **INDEXER),
+        "layer 0 of the cache is a DynamicIndexedLayer",
     ),
     "dynamic rope": (of("LlamaForCausalLM", **rope("dynamic")), "dynamic position"),
     "longrope": (of("Phi3ForCausalLM", **rope("longrope", **LONG)), "longrope position"),
-    "Qwen3-Next": (of("Qwen3NextForCausalLM", **LINEAR), LINEAR_LAYER),
-    "Jamba": (of("JambaForCausalLM", num_experts=2), LINEAR_LAYER),
+    "Mamba-1 of Jamba": (
+        of("JambaForCausalLM", **MAMBA_1, num_experts=2, attn_layer_period=2, attn_layer_offset=1),
+        "does not continue from its states",
+    ),
+    "Mamba-1 of Zamba": (
+        of(
+            "ZambaForCausalLM",
+            **MAMBA_1,
+            layer_types=MIXED,
+            attention_head_dim=32,
+            attention_hidden_size=128,
+            n_mamba_heads=2,
+        ),
+        "does not continue from its states",
+    ),
     "Mamba": (of("MambaForCausalLM", state_size=4), "takes no past_key_values"),
-    "RecurrentGemma": (of("RecurrentGemmaForCausalLM"), LINEAR_LAYER),
+    "Mamba-2 alone": (
+        of("Mamba2ForCausalLM", state_size=8, num_heads=4, head_dim=32, n_groups=1),
+        "takes no past_key_values",
+    ),
+    "states without attention": (
+        of("GraniteMoeHybridForCausalLM", **MAMBA, **MOE, layer_types=["linear_attention"] * 4),
+        "has no attention",
+    ),
+    "states outside the cache": (
+        of("RecurrentGemmaForCausalLM"),
+        "layer 0 keeps its state outside the cache",
+    ),
+    "a cache class of its own": (
+        of("MiniMaxForCausalLM", num_local_experts=4),
+        "has a cache class of its own",
+    ),
     "RWKV": (of("RwkvForCausalLM"), "takes no past_key_values"),
     "ALiBi of Bloom": (of("BloomForCausalLM", BLOOM), "takes no position_ids"),
     "ALiBi of MPT": (of("MptForCausalLM", MPT), "takes no position_ids"),

@@ -16,6 +16,7 @@ from transformers import (
     MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    QuantizedCache,
     Qwen2Config,
     Qwen2ForCausalLM,
     StaticCache,
@@ -214,11 +215,13 @@ def test_a_model_that_changed(cache: PrefixCache) -> None:
 
 
 def test_custom_caches(cache: PrefixCache) -> None:
-    static = StaticCache(config=cache._model.config, max_cache_len=8)
-    refuses("is a StaticLayer", lambda: cache.store(static, torch.tensor([[5, 6, 7, 8]])))
-    # A cache of transformers drops the tokens outside the window.
-    dropping = DynamicCache(config=mixed().config)
-    refuses("is a DynamicSlidingWindowLayer", lambda: cache.store(dropping, torch.tensor([[5, 6, 7, 8]])))
+    # Caches of transformers drop the tokens outside the window.
+    for dropping, layer in (
+        (DynamicCache(config=mixed().config), "DynamicSlidingWindowLayer"),
+        (StaticCache(config=mixed().config, max_cache_len=8), "StaticSlidingWindowLayer"),
+        (QuantizedCache("fp8", cache._model.config), "Fp8QuantizedLayer"),
+    ):
+        refuses(f"is a {layer}", lambda past=dropping: cache.store(past, torch.tensor([[5, 6, 7, 8]])))
 
 
 def test_sizes() -> None:

@@ -14,7 +14,7 @@ from kvstore import Layout
 from kvstore.errors import MisuseError
 from kvstore_transformers import PrefixCache
 from kvstore_transformers.blocks import BlockShape
-from kvstore_transformers.identity import layout_of
+from kvstore_transformers.identity import layouts_of
 from tests.engines.transformers.models import BLOCK, batch, llama, tokens
 
 # torch and PEFT warn of what is done here on purpose.
@@ -25,7 +25,7 @@ ROPE = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64
 
 def namespace(model: Any, revision: str | None = "one") -> Layout:
     """With a revision, since then nothing of the weights' bytes tells models apart."""
-    return layout_of(model, BlockShape(model, BLOCK), revision)
+    return layouts_of(model, BlockShape(model, BLOCK), revision)[0]
 
 
 @contextmanager
