@@ -30,6 +30,7 @@ from kvstore.tiers.nvme.key_files import MasterKey
 from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.types import Tier, extent_bytes
 
+_CLOSED_WITHIN_S = 5.0
 _LEFT_BEHIND = {"lost+found", "slabs", "records", "keys", "lock"}
 """Files that an empty device may have in its folder: a removed device leaves them."""
 
@@ -145,7 +146,13 @@ class Devices:
     def opener(self, config: Config) -> Callable[[], dict[str, NvmeTier]]:
         """Returns a function that opens the added devices. It may run on another thread. See `open_new`."""
         names, first = self.added_by(config), self._tiers.devices.get(FIRST_DEVICE)
-        return lambda: open_new(config, names, first)
+
+        def opened() -> dict[str, NvmeTier]:
+            # One of them may have been removed a moment ago.
+            self._tiers.wait_for_closed(_CLOSED_WITHIN_S)
+            return open_new(config, names, first)
+
+        return opened
 
     def check(self, config: Config) -> None:
         """Raises ConfigError for devices that cannot be added or removed while the daemon runs."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -221,9 +220,9 @@ class TierActions:
         self._note(EntryKind.REMOVED, action.tier, f"extent {action.extent}")
 
     def _close(self, action: ac.DeviceRemoved) -> None:
-        """Closes an empty device on a thread."""
-        name, tier = self._tiers.name_of(action.tier), self._tiers.take(action.tier)
-        threading.Thread(target=tier.close, name=f"kvstore-close-{name}", daemon=True).start()
+        """Closes an empty device."""
+        name = self._tiers.name_of(action.tier)
+        self._tiers.close(action.tier)
         self._event_log.add(EntryKind.LEFT, tier=name)
 
     def _note(self, kind: EntryKind, tier: int, detail: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import ChainMap
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -37,6 +39,7 @@ class TierSet:
         self.changes = 0
         """Counts added and removed NVMe devices."""
         self._view = view
+        self._closing: list[threading.Thread] = []
         self._by_name: Mapping[str, StorageTier] = ChainMap[str, Any](
             {self.name_of(DRAM): dram}, self.devices, self.pools, self.others
         )
@@ -62,13 +65,21 @@ class TierSet:
         self.devices[name] = device
         self.changes += 1
 
-    def take(self, tier: int) -> StorageTier:
-        """Removes a device or pool from the set and returns it. The caller closes it."""
+    def close(self, tier: int) -> None:
+        """Removes a device or pool from the set, and closes it on a thread: a device may take long."""
         name, removed = self.name_of(tier), self.at(tier)
         if self.devices.pop(name, None) is not None:
             self.changes += 1
         self.pools.pop(name, None)
-        return removed
+        closing = threading.Thread(target=removed.close, name=f"kvstore-close-{name}", daemon=True)
+        closing.start()
+        self._closing = [each for each in self._closing if each.is_alive()] + [closing]
+
+    def wait_for_closed(self, within_s: float) -> None:
+        """Waits until removed devices are closed, so that their folders can be used again. On any thread."""
+        ends = time.monotonic() + within_s
+        for closing in self._closing:
+            closing.join(max(0.0, ends - time.monotonic()))
 
     def pool_on(self, uuid: str) -> int:
         """Returns the number of a GPU's pool, or of DRAM if the GPU has none."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from kvstore.config import Config, parse
-from kvstore.daemon.operator.devices import open_new
+from kvstore.daemon.operator.devices import Devices, open_new
+from kvstore.daemon.runtime.tier_set import TierSet
 from kvstore.errors import TierError
 from kvstore.tiers.nvme.io.posix_engine import PosixEngine
 from kvstore.tiers.nvme.journal import Namespace
@@ -75,3 +79,17 @@ def test_a_device_with_blocks_is_not_added(tmp_path: Path) -> None:
     before = opened(tmp_path)
     assert before.load().slot_bytes == {0: 4096}
     before.close()
+
+
+def test_a_folder_that_is_still_being_closed_is_waited_for(tmp_path: Path) -> None:
+    nothing: Any = None
+    removed = opened(tmp_path)
+    slow = SimpleNamespace(close=lambda: (time.sleep(0.3), removed.close()))
+    view: Any = SimpleNamespace(tiers=[SimpleNamespace(name="dram"), SimpleNamespace(name="nvme1")])
+    tiers = TierSet(view, nothing, {"nvme1": cast("NvmeTier", slow)}, {})
+    devices = Devices(nothing, tiers, nothing, nothing, nothing, nothing, lambda: parse(""))
+    tiers.close(1)
+    assert not tiers.devices
+    with pytest.raises(TierError, match="in use by pid"):
+        open_new(config(tmp_path), ["nvme1"], None)
+    devices.opener(config(tmp_path))()["nvme1"].close()
