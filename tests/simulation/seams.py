@@ -18,7 +18,7 @@ from kvstore.config import Config
 from kvstore.core.transfers import transfers
 from kvstore.daemon import composition, lifecycle
 from kvstore.daemon.operator import devices, resizing
-from kvstore.daemon.runtime import tier_actions
+from kvstore.daemon.runtime import tier_set
 from kvstore.daemon.server import connection
 from kvstore.daemon.server.peer_credentials import Peer
 from kvstore.tiers.nvme import journal
@@ -73,7 +73,7 @@ def in_simulation(world: Any) -> Iterator[None]:
         stack.enter_context(mock.patch.object(client_connection, "random", world.dice))
         stack.enter_context(mock.patch.object(aio, "AsyncConnection", world.net.link))
         stack.enter_context(mock.patch.object(writes, "_fill", filled))
-        for module in (lifecycle, tier_actions):
+        for module in (lifecycle, tier_set):
             stack.enter_context(mock.patch.object(module, "threading", threading))
         stack.enter_context(mock.patch.object(Reservation, "__init__", granted))
         stack.enter_context(mock.patch.object(devices, "_open", opened))
