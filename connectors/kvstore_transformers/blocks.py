@@ -117,10 +117,6 @@ def _probe(model: Any) -> DynamicCache:
     model(input_ids=token, past_key_values=past, use_cache=True)
     check_layers(past)
     tensors = _tensors(past)
-    if not tensors:
-        raise MisuseError(
-            f"{type(model).__name__} has no attention", "only states beside attention can be served"
-        )
     if any(tensor is None or tensor.shape[::2] != (1, 1) for tensor in tensors):
         raise MisuseError(
             f"{type(model).__name__} did not put one token's keys and values into each layer of its cache",

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor
 
 BLOCK = 16
 VOCABULARY = 512
+EOS = 7
 
 KINDS = [
     (torch.float32, "eager", 4),
@@ -61,6 +62,44 @@ def generated(who: Any, *prompts: list[int], **options: Any) -> Any:
     """What a model or a PrefixCache generates greedily, with all logits."""
     options = {"max_new_tokens": 8, "do_sample": False, **options}
     return who.generate(**batch(*prompts), return_dict_in_generate=True, output_logits=True, **options)
+
+
+class EndsFirstRow(LogitsProcessor):  # type: ignore[misc]
+    """Row 0 says EOS at a length, and nobody says it elsewhere."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        scores[:, EOS] = -torch.inf
+        if input_ids.shape[1] == self._length:
+            scores[0, EOS] = torch.inf
+        return scores
+
+
+def two_rows(who: Any, ends_at: int, **options: Any) -> list[list[int]]:
+    """Two rows of 40 tokens and 60 generated ones; the first row says EOS at a length, and is padded."""
+    options = {"eos_token_id": EOS, "pad_token_id": 0, "max_new_tokens": 60, **options}
+    prompts = tokens(40, seed=1), tokens(40, seed=2)
+    output = generated(who, *prompts, logits_processor=[EndsFirstRow(ends_at)], **options)
+    rows: list[list[int]] = output.sequences.tolist()
+    return rows
+
+
+def own_step(cache: Any, model: Any, inputs: dict[str, Any]) -> tuple[int, Any]:
+    """One step of a decoding loop of one's own. Returns the column where it began, and the next logits."""
+    past = cache.restore(**inputs)
+    start = past.get_seq_length()
+    positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        output = model(
+            inputs["input_ids"][:, start:],
+            attention_mask=inputs["attention_mask"],
+            position_ids=positions[:, start:],
+            past_key_values=past,
+        )
+    cache.store(past, inputs["input_ids"], inputs["attention_mask"])
+    return start, output.logits[:, -1]
 
 
 def same_bits(one: Any, other: Any) -> bool:

@@ -24,7 +24,16 @@ from transformers import DynamicCache
 from kvstore import Client, chain_keys
 from kvstore.lab.local_daemon import LocalDaemon
 from kvstore_transformers import Figures, PrefixCache, prefix
-from tests.engines.transformers.models import BLOCK, KINDS, batch, generated, llama, same_bits, tokens
+from tests.engines.transformers.models import (
+    BLOCK,
+    KINDS,
+    batch,
+    generated,
+    llama,
+    own_step,
+    same_bits,
+    tokens,
+)
 
 Make = Callable[..., PrefixCache]
 
@@ -202,22 +211,7 @@ def test_a_custom_decoding_loop(cached: Make) -> None:
     cache = cached(model)
     prompts = tokens(60, seed=1), tokens(52, seed=2)
     inputs = batch(*prompts)
-    positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
-
-    def logits() -> Any:
-        past = cache.restore(**inputs)
-        at = past.get_seq_length()
-        with torch.no_grad():
-            output = model(
-                inputs["input_ids"][:, at:],
-                attention_mask=inputs["attention_mask"],
-                position_ids=positions[:, at:],
-                past_key_values=past,
-            )
-        cache.store(past, inputs["input_ids"], inputs["attention_mask"])
-        return output.logits[:, -1]
-
-    first = logits()
+    _, first = own_step(cache, model, inputs)
     assert cache.last == Figures(prompt_tokens=112, stored_blocks=3 + 3)
-    assert torch.equal(logits(), first)
+    assert torch.equal(own_step(cache, model, inputs)[1], first)
     assert cache.last == Figures(prompt_tokens=112, restored_tokens=32 + 24, present_blocks=6)

@@ -19,9 +19,8 @@ from kvstore.errors import MisuseError
 from kvstore.lab.local_daemon import LocalDaemon
 from kvstore_transformers import Figures, PrefixCache, states
 from kvstore_transformers.prefix import Snapshots
-from tests.engines.transformers.models import BLOCK, batch, generated, same_bits, tokens
+from tests.engines.transformers.models import BLOCK, batch, generated, own_step, same_bits, tokens, two_rows
 from tests.engines.transformers.shapes import STATES
-from tests.engines.transformers.test_stored import EOS, EndsFirstRow
 
 Make = Callable[..., PrefixCache]
 SOME = [
@@ -114,16 +113,7 @@ def test_rows_of_a_batch_are_resumed_at_states_of_their_own(cached: Make, salt: 
 
 def test_no_state_after_the_end_of_a_row_is_stored(cached: Make, salt: bytes) -> None:
     cache = cached(STATES["short convolutions of LFM2"]())
-    prompts = tokens(40, seed=1), tokens(40, seed=2)
-    output = generated(
-        cache,
-        *prompts,
-        max_new_tokens=60,
-        eos_token_id=EOS,
-        pad_token_id=0,
-        logits_processor=[EndsFirstRow(52)],
-    )
-    ended, whole = output.sequences.tolist()
+    ended, whole = two_rows(cache, ends_at=52)
     # 53 tokens with the EOS, and 99 that were inputs.
     assert stored_states(cache, ended, salt) == [16, 48]
     assert stored_states(cache, whole, salt) == [16, 96]
@@ -198,26 +188,13 @@ def test_a_custom_decoding_loop(cached: Make) -> None:
     model = STATES["Mamba-2 and attention in one layer"]()
     cache = cached(model)
     inputs = batch(tokens(60, seed=1), tokens(52, seed=2))
-    positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
-
-    def logits() -> Any:
-        past = cache.restore(**inputs)
-        at = past.get_seq_length()
-        # The second row has 8 columns of padding: it ends its second block there.
-        assert at == 8 + 32
-        with torch.no_grad():
-            output = model(
-                inputs["input_ids"][:, at:],
-                attention_mask=inputs["attention_mask"],
-                position_ids=positions[:, at:],
-                past_key_values=past,
-            )
-        cache.store(past, inputs["input_ids"], inputs["attention_mask"])
-        return output.logits[:, -1]
-
-    first = logits()
+    # The second row has 8 columns of padding: it ends its second block there.
+    start, first = own_step(cache, model, inputs)
+    assert start == 8 + 32
     assert cache.last == Figures(prompt_tokens=112, stored_blocks=2 * (2 + 1))
-    assert torch.equal(logits(), first)
+    start, again = own_step(cache, model, inputs)
+    assert start == 8 + 32
+    assert torch.equal(again, first)
     assert cache.last == Figures(prompt_tokens=112, restored_tokens=64)
     with pytest.raises(MisuseError, match="past is not the cache of the latest restore"):
         cache.store(generated(model, PROMPT).past_key_values, torch.tensor([PROMPT]))

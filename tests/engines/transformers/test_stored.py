@@ -8,27 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LogitsProcessor, StoppingCriteria
+from transformers import StoppingCriteria
 
 from kvstore import Client, chain_keys
 from kvstore_transformers import PrefixCache
-from tests.engines.transformers.models import BLOCK, generated, llama, same_bits, tokens
+from tests.engines.transformers.models import BLOCK, EOS, generated, llama, same_bits, tokens, two_rows
 
 Make = Callable[..., PrefixCache]
-EOS = 7
-
-
-class EndsFirstRow(LogitsProcessor):  # type: ignore[misc]
-    """Row 0 says EOS at a length, and nobody says it elsewhere."""
-
-    def __init__(self, length: int) -> None:
-        self._length = length
-
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        scores[:, EOS] = -torch.inf
-        if input_ids.shape[1] == self._length:
-            scores[0, EOS] = torch.inf
-        return scores
 
 
 class StopsFirstRow(StoppingCriteria):  # type: ignore[misc]
@@ -50,16 +36,7 @@ def stored(cache: PrefixCache, row: list[int], salt: bytes) -> int:
 
 def test_no_tokens_after_the_end_of_a_row_are_stored(cached: Make, salt: bytes) -> None:
     cache = cached(llama())
-    prompts = tokens(40, seed=1), tokens(40, seed=2)
-    output = generated(
-        cache,
-        *prompts,
-        max_new_tokens=60,
-        eos_token_id=EOS,
-        pad_token_id=0,
-        logits_processor=[EndsFirstRow(52)],
-    )
-    ended, whole = output.sequences.tolist()
+    ended, whole = two_rows(cache, ends_at=52)
     assert ended[52] == EOS
     assert ended[53:] == [0] * 47
     # 53 tokens with the EOS, and 99 that were inputs.
@@ -71,28 +48,14 @@ def test_no_tokens_after_the_end_of_a_row_are_stored(cached: Make, salt: bytes) 
 @pytest.mark.parametrize("pad", [0, EOS, None])
 def test_an_eos_that_fills_a_block_is_stored_with_it(cached: Make, salt: bytes, pad: int | None) -> None:
     cache = cached(llama())
-    prompts = tokens(40, seed=1), tokens(40, seed=2)
-    ends = [EndsFirstRow(63)]
-    output = generated(
-        cache, *prompts, max_new_tokens=60, eos_token_id=[EOS, 9], pad_token_id=pad, logits_processor=ends
-    )
-    assert output.sequences[0].tolist()[63:] == [EOS] + [EOS if pad is None else pad] * 36
-    assert stored(cache, output.sequences[0].tolist(), salt) == 4
+    ended, _ = two_rows(cache, ends_at=63, eos_token_id=[EOS, 9], pad_token_id=pad)
+    assert ended[63:] == [EOS] + [EOS if pad is None else pad] * 36
+    assert stored(cache, ended, salt) == 4
 
 
 def test_padding_after_another_stop_is_not_stored(cached: Make, salt: bytes) -> None:
     cache = cached(llama())
-    output = generated(
-        cache,
-        tokens(40, seed=1),
-        tokens(40, seed=2),
-        max_new_tokens=60,
-        eos_token_id=EOS,
-        pad_token_id=0,
-        logits_processor=[EndsFirstRow(1000)],
-        stopping_criteria=[StopsFirstRow(52)],
-    )
-    ended = output.sequences[0].tolist()
+    ended, _ = two_rows(cache, ends_at=1000, stopping_criteria=[StopsFirstRow(52)])
     assert ended[52:] == [0] * 48
     assert stored(cache, ended, salt) == 3
 

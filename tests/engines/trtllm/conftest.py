@@ -13,9 +13,9 @@ import pytest
 
 from kvstore import Namespace
 from kvstore.lab.local_daemon import LocalDaemon
+from tests.engines import stores
 from tests.engines.trtllm.executor import FakeExecutor
 
-SETTINGS = {"dram": {"limit": "128MiB", "huge_pages": False}}
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "hidden_size": 32, "sliding_window": None,
@@ -26,16 +26,7 @@ _number = itertools.count()
 Make = Callable[..., FakeExecutor]
 
 
-@pytest.fixture(scope="session")
-def daemon() -> Iterator[LocalDaemon]:
-    with LocalDaemon(SETTINGS) as served:
-        yield served
-
-
-@pytest.fixture
-def own_daemon() -> Iterator[LocalDaemon]:
-    with LocalDaemon(SETTINGS) as served:
-        yield served
+daemon, own_daemon = stores.daemon, stores.own_daemon
 
 
 @pytest.fixture

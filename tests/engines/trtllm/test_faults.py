@@ -17,7 +17,8 @@ from kvstore import Client, chain_keys
 from kvstore.lab.local_daemon import LocalDaemon
 from kvstore_trtllm.scheduler import BrokenPromiseError
 from tests.daemons import eventually
-from tests.engines.trtllm.conftest import SETTINGS, Make, alter, answers, prompt
+from tests.engines.stores import SETTINGS
+from tests.engines.trtllm.conftest import Make, alter, answers, prompt
 from tests.engines.trtllm.executor import FakeExecutor, Request
 
 PROMPT = prompt(100, 43)

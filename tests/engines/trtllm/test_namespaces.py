@@ -14,7 +14,8 @@ from kvstore.daemon.tenancy.auth import hash_of, new_token
 from kvstore.errors import ConfigError
 from kvstore.lab.local_daemon import LocalDaemon
 from tests.daemons import eventually
-from tests.engines.trtllm.conftest import SETTINGS, Make, answers, prompt, write_model
+from tests.engines.stores import SETTINGS
+from tests.engines.trtllm.conftest import Make, answers, prompt, write_model
 
 PROMPT = prompt(100, 43)
 Options = Callable[..., None]
