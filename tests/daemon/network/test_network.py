@@ -37,7 +37,8 @@ from tests.daemons import (
 from tests.processes import stop
 from tests.tiers.network.valkeys import Server, server
 
-FAST = {"timeout": "500ms"}
+PATIENT = {"timeout": "5s"}
+"""A busy machine may take longer for a file than the timeouts of the tests that have their own."""
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,9 @@ def nodes(url: str, n: int = 2, settings: Any = SMALL, **more: Any) -> Iterator[
     with ExitStack() as stack:
         clients = []
         for _ in range(n):
-            daemon = stack.enter_context(LocalDaemon({**settings, "network": {"url": url, **FAST, **more}}))
+            daemon = stack.enter_context(
+                LocalDaemon({**settings, "network": {"url": url, **PATIENT, **more}})
+            )
             client = stack.enter_context(Client(daemon.url, deadline_s=20, strict=True))
             client.daemon = daemon  # type: ignore[attr-defined]
             eventually(lambda client=client: network(client)["usable"])
@@ -416,7 +419,7 @@ def stopped(made: Server) -> Iterator[None]:
 
 def test_a_hanging_network_delays_requests_briefly_and_is_used_again() -> None:
     layout, keys, more = new_layout(), names(20), names(5, "more")
-    with server() as made, nodes(made.url) as (a, b):
+    with server() as made, nodes(made.url, timeout="500ms") as (a, b):
         ours = a.namespace(layout)
         ours.put(keys, payloads(keys))
         there(a, 20)
@@ -530,7 +533,7 @@ def test_no_wrong_bytes_between_two_nodes(folder: Path, seed: int) -> None:
     """Puts, gets, invalidations, hand-offs and kills, while files are altered, cut, swapped and removed."""
     dice = random.Random(seed)
     layout, prompts = new_layout(), [names(12, f"{seed} {i}") for i in range(6)]
-    network_of = {"url": f"file://{folder}", **FAST}
+    network_of = {"url": f"file://{folder}", **PATIENT}
     with ExitStack() as stack:
         settings = {**WITH_NVME, "network": network_of}
         daemons = [stack.enter_context(LocalDaemon(settings)) for _ in range(2)]

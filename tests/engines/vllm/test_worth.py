@@ -126,10 +126,16 @@ def test_what_is_slower_to_load_than_to_compute_is_computed(
     eventually(loads, 120)
     answer = tried[-1]
     assert said(answer) == said(from_own_cache(plain, prompts[1], tokens))
-    after = engine("counts")
-    assert after["loaded"] - before.get("loaded", 0) == pages
-    unloaded = after["not worth loading"] - before["not worth loading"]
-    assert unloaded == tokens * (len(tried) - 1), "each prompt counts once"
+    now = engine("counts")
+    since = {name: count - before.get(name, 0) for name, count in now.items()}
+    # On a busy machine a lookup or a load among so many may be late, and its prompt is computed.
+    late, odd = divmod(since.get("missed tokens", 0), tokens)
+    assert not odd
+    begun, odd = divmod(since["hit tokens"], tokens)
+    assert not odd
+    assert since["not worth loading"] == tokens * (len(tried) - begun - late), "each prompt counts once"
+    assert since["loaded"] + since.get("lost", 0) == pages * begun
+    assert late + begun <= 2 + len(tried) // 20
     assert engine("failures") == {}
 
 
