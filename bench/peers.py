@@ -18,10 +18,11 @@ import ctypes
 import itertools
 import json
 import os
+import signal
 import statistics
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ _WITHOUT_KEYS = "memcpy", "tmpfs"
 _CHECKS = 50
 """Existence checks of a sample."""
 _ROOM_BYTES = 3 * GIB
+_END_WITHIN_S = 20.0
 
 
 class _Ours(Contestant):
@@ -176,7 +178,8 @@ class _Mooncake:
                 text=True,
             )
         )
-        stack.callback(self._process.kill)
+        self.pids: list[int] = []
+        stack.callback(self._end)
         self.pids = self._hear()
 
     def fill(self, shape: Shape) -> None:
@@ -193,6 +196,15 @@ class _Mooncake:
 
     def exists(self) -> float:
         return float(self._ask("exists"))
+
+    def _end(self) -> None:
+        # Killed, it would leave Mooncake's master behind.
+        try:
+            self._process.communicate(timeout=_END_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            for pid in (*self.pids, self._process.pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def _ask(self, *what: Any) -> Any:
         assert self._process.stdin is not None

@@ -293,7 +293,7 @@ def test_a_trace_its_replay_its_simulation_and_metrics_agree(tmp_path: Path) -> 
     with LocalDaemon(whole) as daemon, ServedAdmin(daemon) as admin, Client(daemon.url) as client:
         live = replay(client, Trace(path), LiveOptions(concurrency=1, block_bytes=64 << 10))
         served = sum(live.hits_by_tier.values())
-        seen = eventually(lambda: (s := metrics(admin))["kvstore_delivered_blocks_total"] == served and s)
+        seen = eventually(lambda: (s := metrics(admin)).get("kvstore_delivered_blocks_total") == served and s)
         [space] = admin.get("/v1/namespaces", VIEW).json["namespaces"]
     [point] = study.report(["lru"], ["5MiB"]).points
     hit, missed = seen["kvstore_hit_blocks_total"], seen["kvstore_missed_blocks_total"]
