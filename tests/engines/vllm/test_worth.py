@@ -135,7 +135,7 @@ def test_what_is_slower_to_load_than_to_compute_is_computed(
     assert not odd
     assert since["not worth loading"] == tokens * (len(tried) - begun - late), "each prompt counts once"
     assert since["loaded"] + since.get("lost", 0) == pages * begun
-    assert late + begun <= 2 + len(tried) // 20
+    assert late + begun <= 3
     assert engine("failures") == {}
 
 
