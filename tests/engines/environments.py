@@ -117,7 +117,7 @@ def _test(engine: str, more: list[str], quiet: bool = False) -> int:
     """Runs the tests of one engine. Returns the worst exit code. `quiet`: the output comes at the end."""
     _say(f"testing with {engine}")
     # The conftest of the other tests wants packages that engines do not need; engines warn of themselves.
-    options = [f"--confcutdir={HERE}", "-Wignore::DeprecationWarning", "-Wignore::FutureWarning"]
+    options = [f"--confcutdir={HERE}", "-rs", "-Wignore::DeprecationWarning", "-Wignore::FutureWarning"]
     ended = []
     for run in RUNS.get(engine, ([],)):
         command = [interpreter(engine), "-m", "pytest", *options, *run, HERE / engine, *more]
