@@ -179,8 +179,7 @@ class KVStoreAdapter(L2AdapterInterface):
         good = [False] * len(views)
         at = 0
         while at < len(views) and (left_s := ends - time.monotonic()) > 0:
-            with batch.namespace.acquire(batch.keys[at:], left_s, prompt=0) as lease:
-                n = lease.scatter_all([[view] for view in views[at : at + len(lease)]])
+            n = batch.namespace.get(batch.keys[at:], views[at:], deadline_s=left_s, prompt=0)
             good[at : at + n] = [True] * n
             at += n + 1  # the block behind them is missing or corrupt
         return good
@@ -189,18 +188,18 @@ class KVStoreAdapter(L2AdapterInterface):
 
     def _batches(self, keys: Sequence[Any], forms: Sequence[set[Form]]) -> Iterator[_Batch]:
         """Yields objects by namespace, in each of their possible forms."""
-        batches: dict[tuple[str, Form], _Batch] = {}
+        batches: dict[tuple[str, int], _Batch] = {}
         for i, (key, some) in enumerate(zip(keys, forms, strict=True)):
             for form in some:
-                if (batch := batches.get((key.model_name, form))) is None:
+                if (batch := batches.get((key.model_name, id(form)))) is None:
                     space = self._namespace(key.model_name, form)
-                    batch = batches[key.model_name, form] = _Batch(space, form)
+                    batch = batches[key.model_name, id(form)] = _Batch(space, form)
                 batch.which.append(i)
                 batch.keys += keys_of(key, form.parts)
         with self._lock:
-            for (model, form), batch in batches.items():
+            for (model, _), batch in batches.items():
                 for group in {keys[i].object_group_id for i in batch.which}:
-                    self._forms.setdefault((model, group), set()).add(form)
+                    self._forms.setdefault((model, group), set()).add(batch.form)
         yield from batches.values()
 
     def _namespace(self, model: str, form: Form) -> Namespace:

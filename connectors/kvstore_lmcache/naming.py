@@ -9,6 +9,7 @@ import logging
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -26,29 +27,28 @@ _KEY_HEAD = struct.Struct("<QII")
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The form of objects: shape and dtype of each tensor in them."""
+    """The form of objects: shape and dtype of each tensor in them.
+
+    `nbytes`: of an object. `parts`: the number of its blocks, all of one size; 0 if it cannot be cut.
+    """
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[Any, ...]
+    nbytes: int
+    parts: int
 
     @classmethod
     def of(cls, shapes: Sequence[Any], dtypes: Sequence[Any]) -> Form:
-        """Returns the form of torch's shapes and dtypes."""
-        return cls(tuple(tuple(shape) for shape in shapes), tuple(dtypes))
+        """Returns the form of torch's shapes and dtypes. Equal ones have the same form."""
+        return _form(tuple(shapes), tuple(dtypes))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of an object."""
-        return sum(
-            prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
-        )
 
-    @property
-    def parts(self) -> int:
-        """The number of blocks of an object, all of one size; 0 if it cannot be cut."""
-        nbytes = self.nbytes
-        least = max(1, -(-nbytes // MOST_BLOCK_BYTES))
-        return next((n for n in range(least, _MOST_PARTS) if nbytes and not nbytes % n), 0)
+@lru_cache(1024)
+def _form(shapes: tuple[Any, ...], dtypes: tuple[Any, ...]) -> Form:
+    nbytes = sum(prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
+    least = max(1, -(-nbytes // MOST_BLOCK_BYTES))
+    parts = next((n for n in range(least, _MOST_PARTS) if not nbytes % n), 0) if nbytes else 0
+    return Form(tuple(map(tuple, shapes)), dtypes, nbytes, parts)
 
 
 def form_of(thing: Any) -> Form | None:

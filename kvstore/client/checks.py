@@ -164,9 +164,19 @@ def check_blocks(keys: Sequence[Key], blocks: Buffer, block_bytes: int) -> tuple
 
 
 def check_out(keys: Sequence[Key], out: Buffer, block_bytes: int) -> tuple[Any, Gpu | None]:
-    """Returns `out` as flat writable bytes, and its GPU. Raises MisuseError unless all blocks fill it."""
-    flat = as_bytes(out, "out", len(keys) * block_bytes, writable=True)
-    return flat, gpu_of(flat)
+    """Returns `out` as flat writable bytes, or as a list of those of each block, and its GPU.
+
+    Raises MisuseError unless all blocks fill it, and for a list with memory of a GPU.
+    """
+    if not isinstance(out, list | tuple):
+        flat = as_bytes(out, "out", len(keys) * block_bytes, writable=True)
+        return flat, gpu_of(flat)
+    if len(out) != len(keys):
+        raise MisuseError(f"{len(out)} buffers for {len(keys)} keys", "one buffer per key")
+    each = [as_bytes(buffer, f"out[{i}]", block_bytes, writable=True) for i, buffer in enumerate(out)]
+    if any(gpu_of(buffer) is not None for buffer in each):
+        raise MisuseError("a list of buffers in a GPU's memory", "one array, or acquire with `device`")
+    return each, None
 
 
 def check_token_ids(tokens: Any, keys: Sequence[Key], layout: Layout) -> bytes:

@@ -39,8 +39,9 @@ def read_slots(
     block_bytes: int,
     slot_bytes: int,
 ) -> int:
-    """Copies blocks from slots that no lease holds to `target`, one after another, without the GIL.
+    """Copies blocks from slots that no lease holds, without the GIL.
 
+    `target`: memory for all blocks, one after another, or a list of one buffer for each.
     An extent is its number, its memory, the offset of its payloads and its number of slots. `places`: a u64
     for each block, as the function `places` has them. Returns how many leading blocks are there and match
     their checksums; the bytes behind them are undefined. Raises ValueError or TypeError for what does not fit

@@ -25,6 +25,9 @@ typedef struct {
 } extent;
 
 typedef struct {
+    Py_buffer *targets;
+    Py_ssize_t target_count;
+    uint8_t **into;
     extent *extents;
     Py_ssize_t count;
     uint8_t *keys;
@@ -33,8 +36,37 @@ typedef struct {
     uint64_t block_bytes, slot_bytes;
 } request;
 
+/* Takes a list of one target for each of n blocks, or one for all. Returns -1 with an exception for one too small. */
+static int take_targets(request *q, PyObject *target, Py_ssize_t n)
+{
+    int is_list = PyList_Check(target);
+    Py_ssize_t count = is_list ? n : 1, blocks_in_each = is_list ? 1 : n;
+    q->targets = PyMem_Calloc((size_t)count + 1, sizeof *q->targets);
+    q->into = PyMem_Malloc((size_t)n * sizeof *q->into + 1);
+    if (q->targets == NULL || q->into == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    while (q->target_count < count) {
+        Py_buffer *view = &q->targets[q->target_count];
+        PyObject *each = is_list ? PySequence_GetItem(target, q->target_count) : Py_NewRef(target);
+        int failed = each == NULL || PyObject_GetBuffer(each, view, PyBUF_WRITABLE);
+        Py_XDECREF(each);
+        if (failed)
+            return -1;
+        q->target_count++;
+        if (blocks_in_each && q->block_bytes > (uint64_t)view->len / (uint64_t)blocks_in_each) {
+            PyErr_Format(PyExc_ValueError, "no room for the blocks in %zd bytes", view->len);
+            return -1;
+        }
+    }
+    for (Py_ssize_t i = 0; i < n; i++)
+        q->into[i] = is_list ? q->targets[i].buf : (uint8_t *)q->targets[0].buf + (uint64_t)i * q->block_bytes;
+    return 0;
+}
+
 /* Returns -1 with an exception for an extent in which no slot of this size can be. */
-static int take_extent(request *q, PyObject *tuple, const Py_buffer *out)
+static int take_extent(request *q, PyObject *tuple)
 {
     extent *e = &q->extents[q->count];
     PyObject *memory;
@@ -53,10 +85,13 @@ static int take_extent(request *q, PyObject *tuple, const Py_buffer *out)
         PyErr_Format(PyExc_ValueError, "extent %u of %zd bytes has no such slots", e->number, e->view.len);
         return -1;
     }
-    const char *into = out->buf, *from = e->view.buf;
-    if (into < from + size && from < into + out->len) {
-        PyErr_Format(PyExc_ValueError, "extent %u and the target overlap", e->number);
-        return -1;
+    const char *from = e->view.buf;
+    for (const Py_buffer *out = q->targets; out < q->targets + q->target_count; out++) {
+        const char *into = out->buf;
+        if (into < from + size && from < into + out->len) {
+            PyErr_Format(PyExc_ValueError, "extent %u and the target overlap", e->number);
+            return -1;
+        }
     }
     return 0;
 }
@@ -118,7 +153,7 @@ static uint64_t load(const uint8_t *header, size_t at)
 }
 
 /* Copies blocks until one is not there. Returns how many were proved. */
-static Py_ssize_t read_blocks(const request *q, uint8_t *out, const uint64_t *places, Py_ssize_t n)
+static Py_ssize_t read_blocks(const request *q, const uint64_t *places, Py_ssize_t n)
 {
     const uint8_t *payload;
     for (Py_ssize_t i = 0; i < n; i++) {
@@ -129,12 +164,12 @@ static Py_ssize_t read_blocks(const request *q, uint8_t *out, const uint64_t *pl
         }
     }
     Py_ssize_t i = 0;
-    for (; i < n; i++, out += q->block_bytes) {
+    for (; i < n; i++) {
         const uint8_t *header = header_at(q, places[i], &payload);
         if (header == NULL)
             break;
         uint64_t version = load(header, VERSION_AT), expected = load(header, CHECKSUM_AT);
-        if (!version || copy_block(out, payload, q->block_bytes, seed_of(q, i)) != expected)
+        if (!version || copy_block(q->into[i], payload, q->block_bytes, seed_of(q, i)) != expected)
             break;
         atomic_thread_fence(memory_order_acquire);
         if (load(header, VERSION_AT) != version)
@@ -150,11 +185,9 @@ static PyObject *read_slots(PyObject *module, PyObject *args)
     Py_ssize_t namespace_bytes, places_bytes, n, good = 0;
     unsigned long long block_bytes, slot_bytes;
     const char *places;
-    Py_buffer out;
     request q = {0};
     if (!PyArg_ParseTuple(args, "OOy#Oy#KK", &target, &extents, &places, &places_bytes, &keys, &q.namespace,
-                          &namespace_bytes, &block_bytes, &slot_bytes) ||
-        PyObject_GetBuffer(target, &out, PyBUF_WRITABLE))
+                          &namespace_bytes, &block_bytes, &slot_bytes))
         return NULL;
     q.block_bytes = block_bytes;
     q.slot_bytes = slot_bytes;
@@ -166,14 +199,15 @@ static PyObject *read_slots(PyObject *module, PyObject *args)
         PyErr_NoMemory();
         goto end;
     }
-    if (namespace_bytes != NAMESPACE_BYTES || block_bytes > slot_bytes || !slot_bytes ||
-        (n && block_bytes > (uint64_t)out.len / (uint64_t)n)) {
-        PyErr_SetString(PyExc_ValueError, "no room for the blocks, or no such blocks");
+    if (namespace_bytes != NAMESPACE_BYTES || block_bytes > slot_bytes || !slot_bytes) {
+        PyErr_SetString(PyExc_ValueError, "no such blocks");
         goto end;
     }
+    if (take_targets(&q, target, n))
+        goto end;
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *each = PySequence_GetItem(extents, i);
-        int failed = each == NULL || take_extent(&q, each, &out);
+        int failed = each == NULL || take_extent(&q, each);
         Py_XDECREF(each);
         if (failed)
             goto end;
@@ -182,16 +216,19 @@ static PyObject *read_slots(PyObject *module, PyObject *args)
         goto end;
     memcpy(where, places, (size_t)n * 8);
     Py_BEGIN_ALLOW_THREADS
-    good = read_blocks(&q, out.buf, where, n);
+    good = read_blocks(&q, where, n);
     Py_END_ALLOW_THREADS
     result = PyLong_FromSsize_t(good);
 end:
     for (Py_ssize_t i = 0; i < q.count; i++)
         PyBuffer_Release(&q.extents[i].view);
+    for (Py_ssize_t i = 0; i < q.target_count; i++)
+        PyBuffer_Release(&q.targets[i]);
     PyMem_Free(q.extents);
+    PyMem_Free(q.targets);
+    PyMem_Free(q.into);
     PyMem_Free(q.keys);
     PyMem_Free(where);
-    PyBuffer_Release(&out);
     return result;
 }
 

@@ -133,6 +133,19 @@ def test_get_takes_any_writable_buffer(ns: Namespace) -> None:
     assert halves.tobytes() == bytes(out)
 
 
+@pytest.mark.parametrize("verify", [True, False])
+def test_get_fills_a_buffer_for_each_block(ns: Namespace, verify: bool) -> None:
+    keys = names(6)
+    ns.put(keys, payloads(keys))
+    for asked in (keys, [*keys, b"?" * 32]):
+        # In another order than the blocks, with memory between them.
+        room = np.zeros((8, 2 * BLOCK), np.uint8)
+        out = [room[7 - i, :BLOCK] for i in range(len(asked))]
+        assert ns.get(asked, out, verify) == 6
+        assert [each.tobytes() for each in out[:6]] == [payload(key) for key in keys]
+        assert not room[:, BLOCK:].any() and not room[:2].any()
+
+
 def test_get_stops_at_the_first_missing_block(ns: Namespace) -> None:
     keys = names(5)
     ns.put(keys[:3], payloads(keys[:3]))
@@ -394,6 +407,9 @@ def test_an_empty_reservation_shares_no_connection(client: Client) -> None:
         (lambda ns: ns.put([b"k"], room_for(1, 2 * BLOCK)[:, ::2]), "C-contiguous"),
         (lambda ns: ns.get([b"k"], bytearray(BLOCK + 1)), f"out has {BLOCK + 1} bytes instead of {BLOCK}"),
         (lambda ns: ns.get([b"k"], bytes(BLOCK)), "out is read-only"),
+        (lambda ns: ns.get([b"k"], []), "0 buffers for 1 keys"),
+        (lambda ns: ns.get([b"k"], [bytes(BLOCK)]), r"out\[0\] is read-only"),
+        (lambda ns: ns.get([b"k"], [bytearray(1)]), rf"out\[0\] has 1 bytes instead of {BLOCK}"),
         (lambda ns: ns.put([b"k"], room_for(1), parent=b"p" * 65), "65 bytes"),
         (lambda ns: ns.put([b"k"], room_for(1), parent="parent"), "str"),
         (lambda ns: ns.reserve([b"k"], parent=b"p" * 65), "65 bytes"),

@@ -134,6 +134,8 @@ def misproves(dice: random.Random) -> str:
     n, length, size = dice.randrange(9), dice.randint(1, 64), dice.randint(1, slot_bytes)
     places = np.array([dice.randrange(3) << 32 | dice.randrange(22) for _ in range(n)], np.uint64).tobytes()
     keys, out = [dice.randbytes(length) for _ in range(n)], memory(dice, n * size)
+    if dice.random() < 0.5:
+        out = [memory(dice, size) for _ in range(n)]
     try:
         good = _native.read_slots(out, extents, places, keys, dice.randbytes(16), size, slot_bytes)
     except ValueError:

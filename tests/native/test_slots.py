@@ -83,6 +83,17 @@ def test_blocks_of_every_size_come_from_their_slots(block_bytes: int, key_bytes:
     choose(0)
 
 
+def test_blocks_come_into_a_buffer_each() -> None:
+    slab = Slab(0, 1000)
+    places = [slab.write(i, key_of(i), data_of(i, 1000)) for i in range(9)]
+    slab.payload[7, 0] ^= 1
+    room = np.zeros((9, 1010), np.uint8)
+    raw, out = np.array(places, np.uint64).tobytes(), [room[8 - i, :1000] for i in range(9)]
+    assert read_slots(out, [slab.known], raw, list(map(key_of, range(9))), NAMESPACE, 1000, SLOT_BYTES) == 7
+    assert [each.tobytes() for each in out[:7]] == [data_of(i, 1000) for i in range(7)]
+    assert not room[:, 1000:].any() and not out[8].any()
+
+
 @pytest.mark.parametrize("bad", range(4))
 @pytest.mark.parametrize(
     "how", ["voided", "byte", "checksum", "another key", "no slot", "no extent", "moved"]
@@ -134,6 +145,10 @@ GOOD: dict[str, Any] = {
     [
         ({"out": bytes(4096)}, BufferError),
         ({"out": np.zeros(99, np.uint8)}, ValueError),
+        ({"out": []}, IndexError),
+        ({"out": [np.zeros(99, np.uint8)]}, ValueError),
+        ({"out": [bytes(100)]}, BufferError),
+        ({"out": ["text"]}, TypeError),
         ({"out": np.zeros(100, np.uint8), "places": bytes(16)}, ValueError),
         ({"keys": []}, IndexError),
         ({"keys": ["text"]}, TypeError),
@@ -165,6 +180,9 @@ def test_a_target_in_the_extent_is_refused() -> None:
     place = slab.write(0, key_of(0), data_of(0, 100))
     with pytest.raises(ValueError, match="overlap"):
         read([slab], [place], [key_of(0)], 100, out=slab.payload[1])
+    other, raw = np.zeros(100, np.uint8), np.array([place, place], np.uint64).tobytes()
+    with pytest.raises(ValueError, match="overlap"):
+        read_slots([other, slab.payload[1]], [slab.known], raw, [key_of(0)] * 2, NAMESPACE, 100, SLOT_BYTES)
 
 
 def test_readers_beside_a_writer_get_whole_blocks_or_none() -> None:

@@ -98,17 +98,17 @@ class ReadCalls(Scoped):
         prompt: int | None = None,
     ) -> Call[int]:
         """Copies the longest stored prefix into `out`: (len(keys), block_bytes) writable bytes, on the host
-        or in a GPU's memory.
+        or in a GPU's memory, or a list of writable buffers on the host, one of block_bytes for each key.
 
         Returns the number of leading blocks that were read and matched their checksums. The bytes of `out`
         behind them are undefined. `recompute_tokens_per_s`, `prompt`: see lookup.
         """
         chain = Chain(keys)
-        flat, gpu = check_out(keys, out, self.layout.block_bytes)
+        target, gpu = check_out(keys, out, self.layout.block_bytes)
         block_s = self._recompute_s(recompute_tokens_per_s)
 
         def flow(exchange: Exchange) -> Flow[int]:
-            return get(exchange, self._scope, chain, flat, verify, block_s, gpu, prompt)
+            return get(exchange, self._scope, chain, target, verify, block_s, gpu, prompt)
 
         return Call(flow, deadline_s, int)
 
@@ -358,7 +358,7 @@ def get(
     gpu: Gpu | None = None,
     prompt: int | None = None,
 ) -> Flow[int]:
-    """Copies the longest prefix into `out`, bytes of the host or of `gpu`; returns the number of good blocks.
+    """Copies the longest prefix into `out`, see `check_out`. Returns the number of good blocks.
 
     Blocks in DRAM that a presence table finds need no lease. Leases and copies the others, one batch after
     another. Requests a corrupt block once more after the daemon has
@@ -381,7 +381,8 @@ def get(
         good = granted = len(held)
         with held:
             if granted:
-                good = yield Work(partial(held.copy_into, out[at * block_bytes :], verify))
+                rest = out[at : at + granted] if isinstance(out, list) else out[at * block_bytes :]
+                good = yield Work(partial(_copy, held, rest, verify))
         at += good
         if good < granted:
             if at == bad:
@@ -395,6 +396,13 @@ def get(
     requests.note_delivery(at, 0)
     scope.prompts.end_acquire(requests)
     return at
+
+
+def _copy(held: Lease, out: Any, verify: bool) -> int:
+    """Copies the blocks of a lease into bytes for all, or into the buffer of each."""
+    if isinstance(out, list):
+        return held.scatter_all([[buffer] for buffer in out])
+    return held.copy_into(out, verify)
 
 
 def _found(answer: Any) -> StoredPrefix:

@@ -1,0 +1,126 @@
+"""capacity: prompts that one core of the daemon serves, beside what a node asks at its busiest.
+
+Engines are imitated: a process asks for prompts as a connector does, without computing. Each prompt has 65,536
+tokens in blocks of 16 tokens. Its first half is stored and is leased; its second half is new and is put in
+batches of one step (2048 tokens), with write-through to NVMe. Every shard has blocks of its own. Blocks are
+small, so that clients do not need the cores: decisions of the daemon do not depend on bytes.
+
+The rate of a node with more cores is bounded by the daemon's loop, so the figure is the reciprocal of the
+daemon's CPU time a prompt. The reference is the busiest 10 s of a public hour of chat requests, all of them on
+one node: Mooncake's conversation trace (FAST'25), 90,000 asked tokens a second.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+
+from bench.harness import GIB, KIB, MIB, Bench, Result, Target, cpu_seconds, expect, quantile
+from bench.served import serve, wait_until
+from bench.tenant_load import Cue, running
+from kvstore import Client, Layout, Namespace
+
+BLOCK_TOKENS = 16
+ASKED_TOKENS_S = 90_000.0
+HEADROOM = 3.0
+DRAM_BYTES, NVME_BYTES = 512 * MIB, 4 * GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """The engines of a node and the shards of each. Counts are in blocks of one shard."""
+
+    engines: int
+    shards: int
+    prompt: int = 4096
+    step: int = 128
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """Returns the layout of each shard."""
+        return [
+            Layout(model="bench", block_bytes=4 * KIB, shard=f"{n}/{self.shards}") for n in range(self.shards)
+        ]
+
+
+NODES = {"1-engine": Node(1, 1), "8-engines": Node(8, 1), "8-engines-of-8-shards": Node(8, 8)}
+SMOKE = {name: Node(min(2, node.engines), min(2, node.shards), 128, 32) for name, node in NODES.items()}
+
+
+def run(bench: Bench) -> Iterator[Result]:
+    """Yields one row per node."""
+    for name, node in bench.pick(NODES, SMOKE).items():
+        with bench.scratch() as folder, serve(DRAM_BYTES, (folder, NVME_BYTES)) as (client, daemon):
+            bench.doing(f"{name}: storing the shared half")
+            shared = [os.urandom(32) for _ in range(node.prompt // 2)]
+            for layout in node.layouts:
+                _store(client.namespace(layout), shared, None, node.step)
+            wait_until(client, lambda status: not status["copies_under_way"], 0.05)
+            bench.doing(name)
+            with ExitStack() as stack:
+                ends = [
+                    stack.enter_context(running(_ask, daemon.url, node, shared)) for _ in range(node.engines)
+                ]
+                before_s, start = cpu_seconds(daemon.pid), time.monotonic()
+                time.sleep(bench.pick(max(1.0, bench.seconds), 0.3))
+                used_s, over = cpu_seconds(daemon.pid) - before_s, time.monotonic()
+                asked = [prompt for end in ends for prompt in end()]
+        yield _row(name, node, asked, (start, over), used_s)
+
+
+def _row(
+    name: str, node: Node, asked: list[tuple[float, float]], within: tuple[float, float], used_s: float
+) -> Result:
+    start, over = within
+    prompts = sum(_share(began, ended, start, over) for began, ended in asked)
+    rate = prompts / used_s
+    needed = ASKED_TOKENS_S / (node.prompt * BLOCK_TOKENS)
+    extra = {
+        "daemon_cpu_ms_per_prompt": 1000 * used_s / prompts,
+        "daemon_cores": used_s / (over - start),
+        "served_per_s": prompts / (over - start),
+        "prompt_p99_ms": 1000 * quantile([ended - began for began, ended in asked], 0.99),
+    }
+    target = Target(">=", HEADROOM)
+    row = f"capacity/{name}"
+    return Result(row, rate, "prompts/s", needed, rate / needed, len(asked), target=target, extra=extra)
+
+
+def _share(began: float, ended: float, start: float, over: float) -> float:
+    """Returns the part of a prompt's time that lies between `start` and `over`."""
+    return max(0.0, min(ended, over) - max(began, start)) / (ended - began)
+
+
+def _ask(cue: Cue, url: str, node: Node, shared: list[bytes]) -> list[tuple[float, float]]:
+    """Asks for prompt after prompt. Returns the begin and the end of each (s, monotonic clock)."""
+    asked: list[tuple[float, float]] = []
+    with ExitStack() as stack:
+        clients = [
+            stack.enter_context(Client(url, deadline_s=30.0, strict=True)) for _ in range(node.shards)
+        ]
+        shards = [client.namespace(layout) for client, layout in zip(clients, node.layouts, strict=True)]
+        while not (asked and cue.is_set()):
+            new = [os.urandom(32) for _ in range(node.prompt // 2)]
+            began = time.monotonic()
+            for shard in shards:
+                expect(shard.lookup(shared + new), len(shared), "blocks found")
+                with shard.acquire(shared) as lease:
+                    expect(len(lease), len(shared), "blocks leased")
+                _store(shard, new, shared[-1], node.step)
+            asked.append((began, time.monotonic()))
+            cue.begin()
+    return asked
+
+
+def _store(shard: Namespace, keys: list[bytes], parent: bytes | None, step: int) -> None:
+    data = np.zeros((step, shard.layout.block_bytes), np.uint8)
+    for at in range(0, len(keys), step):
+        batch = keys[at : at + step]
+        put = shard.put(batch, data[: len(batch)], parent)
+        expect(put.stored, len(batch), f"blocks stored ({put.why})")
+        parent = batch[-1]
