@@ -78,7 +78,12 @@ BENCHES = {
             for end in ("", "/lookup-p99")
         ),
     ),
-    "capacity": Entry("capacity:run", _named("capacity", "1-engine", "8-engines", "8-engines-of-8-shards")),
+    "capacity": Entry(
+        "capacity:run",
+        _named(
+            "capacity", "1-engine", "8-engines", "8-engines-of-8-shards", "8-engines-of-8-shards/128-tokens"
+        ),
+    ),
     "evict": Entry("evict:run", _named("evict", "lru", "arc", "s3fifo", "lfuda", "gdsf", "sieve", "hazard")),
     "tenants": Entry("tenants:run", _named("tenants", "fair", "admission")),
     "start": Entry("start:run", ("start/1M-records",)),

@@ -52,8 +52,11 @@ def test_random_batches_under_sanitizers(tmp_path: Path) -> None:
         "tests/native/test_index.py",
         "tests/core/blocks/test_index.py",
         "tests/native/test_presence.py",
+        "tests/native/test_slots.py",
     ]
-    run(sys.executable, "-m", "pytest", "-q", *checked, cwd=source, env=env)
+    # That test counts page faults, of which the sanitizers' own memory has some too.
+    but = ("-k", "not down_to_the_pages_of_memory")
+    run(sys.executable, "-m", "pytest", "-q", *checked, *but, cwd=source, env=env)
 
 
 def test_random_batches() -> None:
