@@ -9,6 +9,7 @@ Not covered: the order (`policy`), and which extent moves to which tenant (`reba
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,19 @@ _NEXT_STEP_S = 0.001
 _NEXT_LOOK_S = 0.05
 
 
+@dataclass(slots=True)
+class _Stuck:
+    """A lower tier that could free nothing for a pool above it: all of its blocks are parents, or in use.
+
+    `looked_at`: about how many of its blocks were looked at in vain. `asked`: when it was asked last.
+    `until`: it takes nothing before.
+    """
+
+    looked_at: int = 0
+    asked: float = -math.inf
+    until: float = -math.inf
+
+
 class Eviction(Job):
     """The eviction of blocks from the tiers of one residency.
 
@@ -47,6 +61,7 @@ class Eviction(Job):
         self._copies = copies
         self.rebalancing = rebalancing
         self._last_step: list[int] = []
+        self._stuck: dict[tuple[int, SlotPool], _Stuck] = {}
         self.shrinking: set[tuple[int, int]] = set()
         self.trying_again = False
 
@@ -185,8 +200,33 @@ class Eviction(Job):
             t.device.takes_writes
             and (t.growing or (t.extents.ready and t.extents.slots_in(pool.slot_bytes)))
             and t.extents.holdings.limit_of(pool.tenant) >= pool.slot_bytes
-            for t in (self._r.tiers[n] for n in self._r.topology.below[tier])
+            and not self._is_stuck(n, pool)
+            for n, t in ((n, self._r.tiers[n]) for n in self._r.topology.below[tier])
         )
+
+    def _is_stuck(self, target: int, pool: SlotPool) -> bool:
+        """Returns whether waiting for a lower tier would not help blocks of `pool`."""
+        stuck = self._stuck.get((target, pool))
+        return stuck is not None and self._r.now <= stuck.until
+
+    def _may_ask(self, target: int, pool: SlotPool) -> bool:
+        """Returns whether to look for room in a lower tier: not again in the step that found none."""
+        stuck = self._stuck.get((target, pool))
+        return stuck is None or self._r.now > max(stuck.asked, stuck.until)
+
+    def _note_room(self, target: int, pool: SlotPool, lower: SlotPool, wanted: int, room: int) -> None:
+        """Notes what a lower tier had for blocks of `pool`."""
+        if room or self._r.tiers[target].growing or self.rebalancing.under_way:
+            self._stuck.pop((target, pool), None)
+            return
+        stuck = self._stuck.setdefault((target, pool), _Stuck())
+        stuck.asked = self._r.now
+        if self._r.copying[pool.tenant]:
+            return
+        stuck.looked_at += 4 * wanted + _SCAN_MIN
+        # Until it has looked at all of them, it goes on in the next step.
+        all_seen = stuck.looked_at >= len(self._r.topology.policy(target, lower))
+        stuck.until = self._r.now + (_NEXT_LOOK_S if all_seen else 0.0)
 
     def _can_wait(self, pool: SlotPool, started: bool) -> bool:
         """Returns whether copies of the same tenant are under way. Only these make room for it."""
@@ -234,10 +274,12 @@ class Eviction(Job):
             free = self._copies.room_for_writes(tier, pool.tenant, _MORE_WRITES)
             room = self._copies.device(tier, target).room(pool.tenant, WRITE_BACK) // pool.slot_bytes
             most = min(room, free * write_chunk(pool.slot_bytes))
-            idle = np.flatnonzero(self._r.blocks.copy_marks[some] == 0)[:most]
-            if not len(idle):
+            idle, upper = np.flatnonzero(self._r.blocks.copy_marks[some] == 0)[:most], namespace.pools[tier]
+            if not len(idle) or not self._may_ask(target, upper):
                 continue
-            idle = idle[: self.make_room(target, pool, len(idle), patient=True)]
+            room = self.make_room(target, pool, len(idle), patient=True)
+            self._note_room(target, upper, pool, len(idle), room)
+            idle = idle[:room]
             if len(idle):
                 todo = some[idle]
                 slots = self._r.tiers[target].slots.take(pool, len(todo))
