@@ -93,6 +93,7 @@ DESTDIR ?=
 INSTALL_ENV ?= yes
 SYSTEMD_VERSION ?= $(shell systemctl --version 2>/dev/null | sed -n '1s/^systemd \([0-9]*\).*/\1/p')
 ENVIRONMENT := $(PREFIX)/lib/kvstore
+COMMANDS := kvstore kvstore-llama-proxy
 UNITS := $(DESTDIR)$(PREFIX)/lib/systemd/system
 FILL = sed -e 's|@BIN@|$(PREFIX)/bin|g' -e 's|@SYSCONFDIR@|$(SYSCONFDIR)|g'
 FILL_ONE = $(FILL) -e 's|@NAME@|kvstore|g' -e 's|@UNIT@|kvstore|g' -e 's|@CONFIG@|kvstore|g'
@@ -103,11 +104,11 @@ ifneq ($(INSTALL_ENV),no)
 	rm -rf build  # files of an earlier build would be installed too
 	$(PYTHON) -m venv $(DESTDIR)$(ENVIRONMENT)
 	$(DESTDIR)$(ENVIRONMENT)/bin/python -m pip install --quiet --disable-pip-version-check .
-	sed -i '1s|^#!$(DESTDIR)/|#!/|' $(DESTDIR)$(ENVIRONMENT)/bin/kvstore
+	sed -i '1s|^#!$(DESTDIR)/|#!/|' $(COMMANDS:%=$(DESTDIR)$(ENVIRONMENT)/bin/%)
 	$(DESTDIR)$(ENVIRONMENT)/bin/python packaging/man.py $(DESTDIR)$(PREFIX)/share/man
 endif
 	install -d $(DESTDIR)$(PREFIX)/bin $(UNITS)
-	ln -sfn $(ENVIRONMENT)/bin/kvstore $(DESTDIR)$(PREFIX)/bin/kvstore
+	ln -sfn $(COMMANDS:%=$(ENVIRONMENT)/bin/%) $(DESTDIR)$(PREFIX)/bin/
 	for kind in service socket; do \
 	    $(FILL_ONE) systemd/kvstore.$$kind.in > $(UNITS)/kvstore.$$kind && \
 	    $(FILL_MANY) systemd/kvstore.$$kind.in > $(UNITS)/kvstore@.$$kind || exit 1; \
@@ -129,7 +130,7 @@ uninstall:
 	rm -f $(UNITS)/kvstore.service $(UNITS)/kvstore.socket $(UNITS)/kvstore@.service $(UNITS)/kvstore@.socket
 	rm -f $(UNITS)/kvstore-admin.service $(UNITS)/kvstore-admin@.service
 	rm -f $(DESTDIR)$(PREFIX)/lib/sysusers.d/kvstore.conf $(DESTDIR)$(PREFIX)/lib/tmpfiles.d/kvstore.conf
-	rm -f $(DESTDIR)$(PREFIX)/bin/kvstore
+	rm -f $(COMMANDS:%=$(DESTDIR)$(PREFIX)/bin/%)
 	rm -f $(DESTDIR)$(PREFIX)/share/man/man1/kvstore.1 $(DESTDIR)$(PREFIX)/share/man/man5/kvstore.toml.5
 
 # Builds dist/kvstore_VERSION_ARCH.deb for the same Debian release. PYTHON must be Debian's, with python3-venv.

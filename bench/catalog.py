@@ -46,6 +46,7 @@ _HOSTILE = (
 _GPU = "a GPU"
 _VLLM = "an environment with vLLM (several GB)"
 _SGLANG = "an environment with SGLang (3 GB)"
+_LLAMA_SERVER = "an environment with llama-server (500 MB, some minutes)"
 _REDIS = "redis-py (pip install 'redis[hiredis]')"
 _LMCACHE = "an environment with LMCache (2 GB)"
 _PEERS = "redis-py, and an environment with Mooncake (100 MB)"
@@ -168,12 +169,14 @@ BENCHES = {
     "sglang-ttft": Entry(
         "sglang_ttft:run", _named("sglang-ttft", "256", "512", "1024", "2048"), needs=_SGLANG
     ),
+    "llama-proxy": Entry("llama_proxy:run", _named("llama-proxy", "added", "ttft-4096"), needs=_LLAMA_SERVER),
 }
 
 EVERYWHERE = tuple(name for name, entry in BENCHES.items() if not entry.needs)
 """Names of the benches that run on any machine."""
 
-ENGINES = tuple(name for name, entry in BENCHES.items() if entry.needs in (_VLLM, _SGLANG, _PEERS, _LMCACHE))
+_ENGINES = (_VLLM, _SGLANG, _PEERS, _LMCACHE, _LLAMA_SERVER)
+ENGINES = tuple(name for name, entry in BENCHES.items() if entry.needs in _ENGINES)
 """Names of those that need an engine's environment."""
 
 

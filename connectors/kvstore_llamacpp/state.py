@@ -1,7 +1,7 @@
 """llama.cpp's state as bytes: read, cut into blocks of tokens, and built from blocks.
 
     state  head, caches       head: magic u32 and sequence i32, or the architecture's name (length u32, bytes)
-    cache  streams u32 (1), cells u32; for each cell: position i32, sequences u32 (1), sequence i32 (0);
+    cache  streams u32 (1), cells u32; for each cell: position i32, sequences u32 (1), sequence i32;
            transposed u32, layers u32; the keys of each layer, the values of each layer
     keys, values by token     type i32, bytes a row u64; a row for each cell
     values transposed         type i32, bytes an element u32, columns u32; for each column an element a cell
@@ -12,12 +12,14 @@ column of a transposed tensor is kept whole, so every tensor is (columns, tokens
 its rows are by token.
 
 Every length in the bytes is checked before it is used. Not covered: states of recurrent and hybrid models,
-cells with more than a position (M-RoPE), models whose values are a part of their keys (MLA).
+cells with more than a position (M-RoPE), models whose values are a part of their keys (MLA). `slot_file` has
+the files of llama-server, which have the caches of a slot behind its tokens.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -111,15 +113,16 @@ _Cache: TypeAlias = tuple[CacheForm, npt.NDArray[np.int32], list[Bytes]]
 class State:
     """A state that was read: its `form`, its `head`, and the tokens from the first on that all caches have.
 
-    Raises StateError unless `raw` is a state that is served, in full.
+    With a `head`, `raw` has the caches alone. Its cells belong to `sequence`. Raises StateError unless `raw`
+    is a state that is served, in full.
     """
 
-    def __init__(self, raw: Bytes) -> None:
+    def __init__(self, raw: Bytes, head: bytes | None = None, sequence: int = 0) -> None:
         reader = _Reader(raw)
-        self.head = _read_head(reader)
+        self.head = _read_head(reader) if head is None else head
         caches: list[_Cache] = []
         while not caches or (reader.left and len(caches) < _MOST_CACHES):
-            caches.append(_read_cache(reader))
+            caches.append(_read_cache(reader, sequence))
         if reader.left:
             raise StateError(f"{reader.left} bytes follow the caches of a state")
         self.form = StateForm(tuple(form for form, _, _ in caches))
@@ -146,10 +149,16 @@ class State:
 class NewState:
     """The state of the first `n_tokens` tokens of a sequence, filled block by block; `raw` is its bytes.
 
-    `head`: see State.
+    `head`: see State. `memory` returns the memory for that many bytes.
     """
 
-    def __init__(self, form: StateForm, n_tokens: int, head: bytes = SEQUENCE) -> None:
+    def __init__(
+        self,
+        form: StateForm,
+        n_tokens: int,
+        head: bytes = SEQUENCE,
+        memory: Callable[[int], Bytes] = lambda nbytes: np.empty(nbytes, np.uint8),
+    ) -> None:
         cells = np.zeros(n_tokens, _CELL)
         cells["position"], cells["sequences"] = np.arange(n_tokens), 1
         counts = _U32.pack(1) + _U32.pack(n_tokens)
@@ -159,7 +168,7 @@ class NewState:
             for tensor in cache.tensors:
                 pieces += [tensor.header, tensor]
         sizes = [n_tokens * p.token_bytes if isinstance(p, Tensor) else len(p) for p in pieces]
-        self.raw = np.empty(sum(sizes), np.uint8)
+        self.raw = memory(sum(sizes))
         self.form = form
         self._tensors, at = [], 0
         for piece, size in zip(pieces, sizes, strict=True):
@@ -222,14 +231,14 @@ def _read_head(reader: _Reader) -> bytes:
     return _U32.pack(first) + reader.take(4 if first == _MAGIC else first, "head").tobytes()
 
 
-def _read_cache(reader: _Reader) -> _Cache:
+def _read_cache(reader: _Reader, sequence: int) -> _Cache:
     if (streams := reader.u32("streams")) != 1:
         raise StateError(f"a state has {streams} streams of KV instead of one")
     if not (n_cells := reader.u32("cells")):
         raise StateError("a state has no tokens")
     cells = reader.take(n_cells * _CELL.itemsize, "cells").view(_CELL)
-    if (cells["sequences"] != 1).any() or cells["sequence"].any():
-        raise StateError("a cell of a state is not of sequence 0 alone")
+    if (cells["sequences"] != 1).any() or (cells["sequence"] != sequence).any():
+        raise StateError(f"a cell of a state is not of sequence {sequence} alone")
     header = reader.take(8, "layers").tobytes()
     transposed, layers = struct.unpack("<II", header)
     if transposed > 1 or not layers:

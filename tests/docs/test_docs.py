@@ -48,6 +48,7 @@ NOT_RUN = {
     "apt": "changes the machine; test_packaging.py installs the package elsewhere",
     "podman": "there is no container engine; test_packaging.py runs what the recipe runs",
     "kubectl": "there is no cluster; test_packaging.py reads the manifest",
+    "kvstore-llama-proxy": "it needs llama-server; tests/engines/llamaserver/test_page.py runs it",
     "ollama": "it needs Ollama's server and a model",
     "lmcache": "it needs LMCache; tests/engines/lmcache/test_server.py runs it",
     "trtllm-serve": "TensorRT-LLM needs a GPU; tests/engines/trtllm runs the connector with a fake of it",

@@ -37,16 +37,21 @@ def cache() -> Path:
     return Path(own) if own else Path.home() / ".cache" / "kvstore" / "engines"
 
 
+def folder_of(engine: str) -> Path:
+    """Where an engine's environment is, once it is made."""
+    pins = (HERE / engine / "requirements.txt").read_bytes()
+    return cache() / f"{engine}-{hashlib.sha256(pins + sys.version.encode()).hexdigest()[:12]}"
+
+
 def interpreter(engine: str) -> Path:
     """The Python of an engine's environment, which is made if it is not there yet."""
-    pins = HERE / engine / "requirements.txt"
-    digest = hashlib.sha256(pins.read_bytes() + sys.version.encode()).hexdigest()[:12]
-    folder = cache() / f"{engine}-{digest}"
+    pins, folder = HERE / engine / "requirements.txt", folder_of(engine)
     python, ready = folder / "bin" / "python", folder / ".ready"
     with _only_one(cache() / f".{folder.name}.lock"):
         if not ready.exists():
             _make(engine, folder, python, pins)
             ready.touch()
+        _build(engine, python)
     return python
 
 
@@ -64,6 +69,13 @@ def _make(engine: str, folder: Path, python: Path, pins: Path) -> None:
                 _say(f"{time.monotonic() - started_s:4.0f} s  {line.strip():.100}")
     if process.returncode:
         sys.exit(f"cannot install {pins}: pip ended with exit code {process.returncode}")
+
+
+def _build(engine: str, python: Path) -> None:
+    """Builds the program that an engine's tests need, if there is one. Without it they are skipped."""
+    if (HERE / engine / "build.py").exists():
+        command = [python, "-m", f"tests.engines.{engine}.build"]
+        subprocess.run(command, cwd=ROOT, env=environment(engine), check=False)
 
 
 @contextmanager

@@ -11,7 +11,8 @@ from kvstore import Client
 from kvstore.lab.local_daemon import LocalDaemon
 from kvstore_llamacpp import KVStoreCache
 from tests.engines import stores
-from tests.engines.llamacpp.models import BLOCK, MODELS, loaded, write_model
+from tests.engines.gguf_models import BLOCK, MODELS, write_model
+from tests.engines.llamacpp.models import loaded
 
 client, own_daemon, salt = stores.client, stores.own_daemon, stores.salt
 

@@ -18,7 +18,8 @@ from kvstore.lab.local_daemon import LocalDaemon
 from kvstore_llamacpp import KVStoreCache, cache, context
 from kvstore_llamacpp.state import State
 from tests.daemons import eventually
-from tests.engines.llamacpp.models import BLOCK, answer, same, split_answer, tokens
+from tests.engines.gguf_models import BLOCK, tokens
+from tests.engines.llamacpp.models import answer, same, split_answer
 from tests.processes import stop
 
 Make = Callable[..., Llama]

@@ -20,17 +20,8 @@ from kvstore import Client
 from kvstore.errors import MisuseError
 from kvstore.lab.local_daemon import LocalDaemon
 from kvstore_llamacpp import Figures, KVStoreCache, cache
-from tests.engines.llamacpp.models import (
-    BLOCK,
-    KINDS,
-    MODELS,
-    WINDOW,
-    answer,
-    loaded,
-    same,
-    split_answer,
-    tokens,
-)
+from tests.engines.gguf_models import BLOCK, MODELS, WINDOW, tokens
+from tests.engines.llamacpp.models import KINDS, answer, loaded, same, split_answer
 
 Make = Callable[..., Llama]
 PROMPT = tokens(8 * BLOCK + 3)

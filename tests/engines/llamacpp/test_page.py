@@ -34,5 +34,5 @@ def test_the_example_runs_as_pasted(models: dict[str, Path], tmp_path: Path, own
 
 
 def test_the_page_names_every_served_model() -> None:
-    table = PAGE.partition("## Supported models")[2].partition("\n## ")[0]
+    table = PAGE.partition("### Supported models")[2].partition("\n### ")[0]
     assert all(f"`{name}`" in table for name in SERVED_MODELS)

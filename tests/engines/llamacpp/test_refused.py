@@ -17,7 +17,8 @@ from kvstore.errors import MisuseError
 from kvstore_llamacpp import KVStoreCache, context, trial
 from kvstore_llamacpp.checks import SERVED_MODELS
 from kvstore_llamacpp.state import NewState
-from tests.engines.llamacpp.models import BLOCK, answer, tokens
+from tests.engines.gguf_models import BLOCK, tokens
+from tests.engines.llamacpp.models import answer
 
 Make = Callable[..., Llama]
 

@@ -14,7 +14,8 @@ from kvstore import Client
 from kvstore.daemon.tenancy.auth import hash_of, new_token
 from kvstore.lab.local_daemon import LocalDaemon
 from kvstore_llamacpp import KVStoreCache
-from tests.engines.llamacpp.models import BLOCK, Q8_0, answer, loaded, same, split_answer, tokens, write_model
+from tests.engines.gguf_models import BLOCK, tokens, write_model
+from tests.engines.llamacpp.models import Q8_0, answer, loaded, same, split_answer
 from tests.engines.stores import SETTINGS
 
 Make = Callable[..., Llama]

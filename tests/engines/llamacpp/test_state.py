@@ -18,7 +18,8 @@ from llama_cpp import Llama
 from kvstore.errors import MisuseError
 from kvstore_llamacpp import context
 from kvstore_llamacpp.state import SEQUENCE, NewState, State, StateError
-from tests.engines.llamacpp.models import BLOCK, KINDS, loaded, tokens
+from tests.engines.gguf_models import BLOCK, tokens
+from tests.engines.llamacpp.models import KINDS, loaded
 
 PROMPT = tokens(200)
 LENGTH = 6 * BLOCK + 5
