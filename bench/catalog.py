@@ -36,8 +36,8 @@ def _disks(name: str) -> tuple[tuple[str, ...], dict[str, str]]:
     return (f"{name}/same-memory",), fio
 
 
-_MAY_BE_NONE = "qos/stalled-device", "hostile/"
-"""Prefixes of rows whose figure may be 0 or negative: overrun time, served calls, memory."""
+_MAY_BE_NONE = "qos/stalled-device", "hostile/", "blend/agreement/"
+"""Prefixes of rows whose figure may be 0 or negative: overrun time, served calls, memory, agreement."""
 
 _HOSTILE = (
     *("long-frames", "many-values", "waits", "unread", "leases", "namespaces"),
@@ -49,6 +49,7 @@ _SGLANG = "an environment with SGLang (3 GB)"
 _LLAMA_SERVER = "an environment with llama-server (500 MB, some minutes)"
 _REDIS = "redis-py (pip install 'redis[hiredis]')"
 _LMCACHE = "an environment with LMCache (2 GB)"
+_TRANSFORMERS = "an environment with transformers (1.4 GB)"
 _PEERS = "redis-py, and an environment with Mooncake (100 MB)"
 
 BENCHES = {
@@ -135,6 +136,12 @@ BENCHES = {
         + _named("lmcache/4-MiB", "store", "load", "lookup"),
         needs=_LMCACHE,
     ),
+    "blend": Entry(
+        "blend:run",
+        _named("blend/ttft", "0", "0.05", "0.15", "0.3", "0.5", "1", "prefix-only")
+        + _named("blend/agreement", "0", "0.05", "0.15", "0.3", "0.5", "1", "without-documents"),
+        needs=_TRANSFORMERS,
+    ),
     "objectstore": Entry("objectstore:run", _named("objectstore", "get", "put")),
     "weights": Entry("weights:run", _named("weights", "from-disk", "in-memory", "remembered")),
     "gpu": Entry(
@@ -175,7 +182,7 @@ BENCHES = {
 EVERYWHERE = tuple(name for name, entry in BENCHES.items() if not entry.needs)
 """Names of the benches that run on any machine."""
 
-_ENGINES = (_VLLM, _SGLANG, _PEERS, _LMCACHE, _LLAMA_SERVER)
+_ENGINES = (_VLLM, _SGLANG, _PEERS, _LMCACHE, _LLAMA_SERVER, _TRANSFORMERS)
 ENGINES = tuple(name for name, entry in BENCHES.items() if entry.needs in _ENGINES)
 """Names of those that need an engine's environment."""
 

@@ -16,7 +16,8 @@ from typing import Any
 from bench.engines import llama
 from bench.harness import GIB, Bench, Result, Target, expect
 from bench.served import serve
-from bench.sglang_engines import Engines, engines
+from bench.sglang_engines import engines
+from bench.worker import Worker
 from tests.engines.sglang.engine import prompt
 
 
@@ -55,7 +56,7 @@ def run(bench: Bench) -> Iterator[Result]:
             yield rounds.result(f"sglang-miss/{name}", "s", Target("<=", 1.01), saved_blocks=stored)
 
 
-def _sample(made: Engines, case: Case, name: str, n: int) -> float:
+def _sample(made: Worker, case: Case, name: str, n: int) -> float:
     # Every sample has new prompts.
     seed = (2 * n + (name == "ours")) * case.prompts
     prompts = [prompt(seed + i, case.tokens) for i in range(case.prompts)]

@@ -12,7 +12,8 @@ from functools import partial
 from bench.engines import llama
 from bench.harness import GIB, Bench, Result, Target, expect
 from bench.served import serve
-from bench.sglang_engines import Engines, engines
+from bench.sglang_engines import engines
+from bench.worker import Worker
 from tests.engines.sglang.engine import full_pages, prompt
 
 CASES = {"256": 256, "512": 512, "1024": 1024, "2048": 2048}
@@ -38,7 +39,7 @@ def run(bench: Bench) -> Iterator[Result]:
             yield rounds.result(f"sglang-ttft/{case}", "s", target, times_faster=1 / rounds.ratio(1))
 
 
-def _sample(made: Engines, name: str, asked: list[int], stored: int, _: int) -> float:
+def _sample(made: Worker, name: str, asked: list[int], stored: int, _: int) -> float:
     answered = made("generate", name=name, prompts=[asked], tokens=1)
     expect((answered["stored"], answered["cached"]), (stored, stored), "tokens from the store")
     return float(answered["answered_s"])

@@ -75,3 +75,8 @@ def position_arguments(model: Any, start: int, stop: int) -> dict[str, Any]:
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return {}
     return {"position_ids": torch.arange(start, stop, device=model.device)[None]}
+
+
+def last_logits_only(model: Any) -> dict[str, Any]:
+    """Returns the argument for a run of which only the cache is of use, if the model takes it."""
+    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}

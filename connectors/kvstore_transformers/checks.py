@@ -127,7 +127,7 @@ def check_layers(past: Any) -> None:
         if type(layer) not in _SERVED_LAYERS:
             raise MisuseError(
                 f"layer {i} of the cache is a {type(layer).__name__}",
-                "layers with quantized or compressed keys can't be restored, "
+                "layers with quantized, compressed or blended keys can't be restored, "
                 "nor windows in a cache that PrefixCache.restore has not made",
             )
 

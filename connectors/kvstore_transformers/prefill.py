@@ -6,7 +6,6 @@ of the batch.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from transformers import DynamicCache
 
 from kvstore_transformers.blocks import BlockShape, Columns
-from kvstore_transformers.caches import new_cache, position_arguments
+from kvstore_transformers.caches import last_logits_only, new_cache, position_arguments
 from kvstore_transformers.states import Snapshots, State
 
 
@@ -36,8 +35,7 @@ class Group:
 def prefill(model: Any, group: Group, rows: Sequence[list[int]], stop: int, snapshots: Snapshots) -> None:
     """Runs the model over the tokens of a group up to its last boundary, and at least to column `stop`."""
     ids = torch.tensor([rows[row][group.pad :] for row in group.rows], device=model.device)
-    # Only the cache is of use here.
-    few = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    few = last_logits_only(model)
     for end in sorted(group.boundaries | {stop - group.pad}):
         if end > group.tokens:
             positions = position_arguments(model, group.tokens, end)

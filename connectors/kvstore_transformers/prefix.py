@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from kvstore import Client, ExceptionBarrier, Key, PutResult, chain_keys
+from kvstore import Client, ExceptionBarrier, Key, Layout, PutResult, chain_keys
 from kvstore.errors import MisuseError
 from kvstore_transformers.blocks import BlockShape, Columns
 from kvstore_transformers.caches import new_cache
@@ -116,6 +116,16 @@ class PrefixCache:
     def failures(self) -> Counter[str]:
         """The number of internal failures of `restore` and `store`; each counts as a miss."""
         return self._guard.failures
+
+    @property
+    def shape(self) -> BlockShape:
+        """The shape of the model's blocks."""
+        return self._shape
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the stored blocks."""
+        return self._ns.layout
 
     @contextmanager
     def attached(self) -> Iterator[None]:

@@ -63,11 +63,13 @@ def _run(model: Any, tokens: Any, past: DynamicCache, start: int = 0) -> list[An
 
 def _same(ours: list[Any], theirs: list[Any]) -> bool:
     """Returns whether tensors differ by rounding only."""
-    for one, other in zip(ours, theirs, strict=True):
-        if one.shape != other.shape:
-            return False
-        away = (one.double() - other.double()).norm()
-        # NaN does not match.
-        if not bool(away <= _TOLERANCE.get(one.dtype, _COARSE) * other.double().norm() + 1e-9):
-            return False
-    return True
+    return all(is_close(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def is_close(one: Any, other: Any, coarse: float = _COARSE) -> bool:
+    """Returns whether two tensors differ by rounding only: relatively, by `coarse` with 16 bits."""
+    if one.shape != other.shape:
+        return False
+    away = (one.double() - other.double()).norm()
+    # NaN does not match.
+    return bool(away <= _TOLERANCE.get(one.dtype, coarse) * other.double().norm() + 1e-9)

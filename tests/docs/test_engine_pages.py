@@ -185,6 +185,17 @@ REFUSALS = {
         "loads are slower: the memory for them cannot be page-locked",
         "was promised blocks",
     ],
+    "blend": [
+        "has 0 rotary embeddings",
+        "do not turn with their position",
+        "has dynamic position embeddings",
+        "has sliding windows",
+        "has states",
+        "has latent attention",
+        "share keys",
+        "recomputed tokens need a mask of their own",
+        "layer 0 of the cache is a LossyLayer",
+    ],
     "transformers": [
         "takes no past_key_values",
         "takes no position_ids",
@@ -210,10 +221,13 @@ REFUSALS = {
 PAGES = {"trtllm": "tensorrt-llm"}
 """Pages with another name than the connector."""
 
+PACKAGES = {"blend": "transformers"}
+"""Connectors with several pages."""
+
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_quoted_messages_are_those_of_the_connector(name: str) -> None:
-    package = name.replace("-", "")
+    package = PACKAGES.get(name, name.replace("-", ""))
     folders = (CONNECTORS / f"kvstore_{package}", ROOT / f"tests/engines/{package}")
     source = "".join(path.read_text(encoding="utf-8") for folder in folders for path in folder.rglob("*.py"))
     text = page(PAGES.get(name, name))

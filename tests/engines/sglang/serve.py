@@ -1,15 +1,13 @@
-"""Engines for benches: reads a JSON command a line on stdin, answers with a JSON line."""
+"""Engines for benches, see `tests.engines.commands`."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from tests.engines.commands import answer_commands
 from tests.engines.sglang.engine import Engine, hicache
 
 
@@ -43,18 +41,8 @@ class Served:
 
 
 def main() -> None:
-    # Answers have the real stdout, everything else goes where stderr goes.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
     with ExitStack() as stack:
-        served = Served(stack)
-        for line in sys.stdin:
-            command = json.loads(line)
-            try:
-                answer = {"result": getattr(served, command.pop("do"))(**command)}
-            except Exception as error:
-                answer = {"error": f"{type(error).__name__}: {error}"}
-            print(json.dumps(answer), file=answers, flush=True)
+        answer_commands(Served(stack))
 
 
 if __name__ == "__main__":

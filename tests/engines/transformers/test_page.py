@@ -5,13 +5,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-PAGE = (Path(__file__).parents[3] / "docs/transformers.md").read_text(encoding="utf-8")
+import pytest
+
+DOCS = Path(__file__).parents[3] / "docs"
+PRINTED = {"transformers": ["0 9", "640 576"], "blend": ["11", "605 600 90"]}
 
 
-def test_the_example_runs_as_pasted() -> None:
-    [example] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+@pytest.mark.parametrize("page", PRINTED)
+def test_the_example_runs_as_pasted(page: str) -> None:
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    [example] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     ran = subprocess.run(
         [sys.executable, "-c", example], capture_output=True, text=True, timeout=60, check=False
     )
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.splitlines() == ["0 9", "640 576"]
+    assert ran.stdout.splitlines() == PRINTED[page]
