@@ -20,6 +20,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7
 MARKS = "osD^vPX*"
 _TIER_COLOURS = {"dram": "#0072B2", "nvme": "#E69F00"}
 _STYLE = {
+    "svg.fonttype": "none",
     "font.size": 9.5,
     "axes.titlesize": 10.5,
     "axes.titleweight": "bold",
