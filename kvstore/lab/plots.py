@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +64,11 @@ def draw(report: Report, path: Path) -> None:
         f"{trace.name}: {trace.requests:,} requests, {trace.unique_blocks:,} unique blocks "
         f"of {report.settings.block_tokens} tokens"
     )
-    draw_panels(path, title, [partial(panel, report=report) for panel in panels])
+    draw_panels(path, title, [_panel(panel, report) for panel in panels])
+
+
+def _panel(draw: Callable[[Any, Report], None], report: Report) -> Panel:
+    return lambda axes: draw(axes, report)
 
 
 def draw_panels(path: Path, title: str, panels: Sequence[Panel]) -> None:

@@ -55,7 +55,7 @@ def load_of(trace: Workload, copies: float, common_share: float, seed: int) -> W
         requests.append(some)
         numbers.append(np.full(len(some), copy))
         times_s.append(trace.times_s[some] + delays_s[trace.sessions[some]])
-    return _joined(trace, common, *map(np.concatenate, (requests, numbers, times_s)))
+    return _joined(trace, common, np.concatenate(requests), np.concatenate(numbers), np.concatenate(times_s))
 
 
 def _sample(trace: Workload, share: float, copy: int, dice: np.random.Generator) -> _Int64:

@@ -92,7 +92,7 @@ class FleetNode(SimulatedNode):
         if listener is not None:
             self._send(ev.Configure(report_moves=True))
 
-    def read(self, prompt: Prompt, least_network: int, now: float) -> Served:
+    def read(self, prompt: Prompt, least_network: float, now: float) -> Served:
         """Reads the stored prefix of a prompt, here and on the network. `now`: seconds, monotonic.
 
         Fewer than `least_network` blocks of the network are faster to compute than to download.

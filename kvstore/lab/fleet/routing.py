@@ -8,7 +8,7 @@ lost. Like a daemon's events, they do not tell what the network has.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import numpy as np
@@ -152,7 +152,7 @@ def _any_of(nodes: npt.NDArray[np.int64], dice: random.Random) -> int:
     return int(nodes[dice.randrange(len(nodes))])
 
 
-ROUTERS = {
+ROUTERS: dict[str, Callable[[int, float, int], Router]] = {
     "random": RandomRouter,
     "sticky": StickyRouter,
     "shortest-queue": ShortestQueueRouter,
@@ -168,5 +168,4 @@ def router_of(name: str, nodes: int, block_s: float, seed: int) -> Router:
     """
     if name not in ROUTERS:
         raise MisuseError(f"no routing {name!r:.80}", f"one of {', '.join(ROUTERS)}")
-    router: Router = ROUTERS[name](nodes, block_s, seed)
-    return router
+    return ROUTERS[name](nodes, block_s, seed)
