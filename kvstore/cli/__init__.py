@@ -18,7 +18,7 @@ import typer
 from typer import Option
 
 from kvstore.cli import blocks, bundle, device, events, ns, operate, policy, tenant, tier, top
-from kvstore.cli.lab import commands, live, record, trace
+from kvstore.cli.lab import commands, fleet, live, record, trace
 from kvstore.cli.shared.commands import Commands
 
 PANELS: dict[str, dict[str, Commands | Callable[..., Any]]] = {
@@ -70,6 +70,7 @@ for panel, entries in PANELS.items():
             single = Commands()
             single.command(name, rich_help_panel=panel)(entry)
             app.add_typer(single)
+commands.app.command()(fleet.fleet)
 commands.app.command()(record.record)
 
 

@@ -40,14 +40,16 @@ def of_conversations(trace: Trace, block_tokens: int, loop: ClosedLoop) -> Workl
     numbering = Numbering(block_tokens, trace.block_tokens)
     prompts: list[Blocks] = []
     tokens: list[int] = []
+    sessions: list[int] = []
     offsets_s: list[list[float]] = []
     for session in trace.sessions():
         prompts += numbering.prompts(session, loop.shared)
         tokens += [call.tokens_in for call in session.calls]
+        sessions += [session.number] * len(session)
         offsets_s.append(_capped([call.t for call in session.calls], loop.gap_cap_s))
     starts_s = _starts([each[-1] if each else 0.0 for each in offsets_s], loop)
     times_s = [start + at for start, each in zip(starts_s, offsets_s, strict=True) for at in each]
-    return assemble(numbering, prompts, times_s, tokens)
+    return assemble(numbering, prompts, times_s, tokens, sessions)
 
 
 def _capped(times_s: Sequence[float], cap_s: float) -> list[float]:

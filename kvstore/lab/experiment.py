@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from kvstore.lab.hybrid import best_hits, parse_model
 from kvstore.lab.report import BoundPoint, Point, ReplaySettings, Report, TraceInfo
 from kvstore.lab.sweep import Progress, Task, run
 from kvstore.lab.traces import Trace
-from kvstore.lab.workload import of_chats
+from kvstore.lab.workload import Workload, of_chats
 from kvstore.types import MAX_BLOCK_BYTES, Tier
 
 AGENT_BLOCK_TOKENS = 256
@@ -42,6 +42,38 @@ class Options:
     model: str = ""
 
 
+def check_node(block_bytes: int, placement: Mapping[str, str]) -> None:
+    """Raises MisuseError for a block size or options that no simulated node can have."""
+    if not 1 <= block_bytes <= MAX_BLOCK_BYTES:
+        raise MisuseError(f"block_bytes is {block_bytes}", f"1 to {MAX_BLOCK_BYTES} bytes")
+    for name, allowed in _CHECKED_OPTIONS.items():
+        if placement.get(name, allowed[0]) not in allowed:
+            raise MisuseError(f"unknown {name} {placement[name]!r}", f"one of {', '.join(allowed)}")
+    parse_write_budget(placement.get("write_budget", "0"), 1)
+
+
+def loop_of(trace: Trace, given: ClosedLoop | None) -> ClosedLoop | None:
+    """Returns the closed loop that plays a trace of conversations: the given or the default one.
+
+    Raises MisuseError if one is given for single requests.
+    """
+    if trace.kind == "conversations":
+        return given or ClosedLoop()
+    if given is not None:
+        raise MisuseError(
+            f"{trace.path} holds single requests, which have a clock of their own",
+            "--users, --gap-cap, --shared and --seed are for conversations",
+        )
+    return None
+
+
+def workload_of(trace: Trace, block_tokens: int | None, loop: ClosedLoop | None) -> Workload:
+    """Returns the workload of a trace with its `loop_of`. `block_tokens`: see `Options`."""
+    if loop is not None:
+        return of_conversations(trace, AGENT_BLOCK_TOKENS if block_tokens is None else block_tokens, loop)
+    return of_chats(trace, trace.block_tokens if block_tokens is None else block_tokens)
+
+
 class Experiment:
     """Reads a trace and replays it.
 
@@ -49,32 +81,14 @@ class Experiment:
     """
 
     def __init__(self, path: Path, options: Options) -> None:
-        if not 1 <= options.block_bytes <= MAX_BLOCK_BYTES:
-            raise MisuseError(f"block_bytes is {options.block_bytes}", f"1 to {MAX_BLOCK_BYTES} bytes")
-        for name, allowed in _CHECKED_OPTIONS.items():
-            if options.placement.get(name, allowed[0]) not in allowed:
-                raise MisuseError(
-                    f"unknown {name} {options.placement[name]!r}", f"one of {', '.join(allowed)}"
-                )
-        parse_write_budget(options.placement.get("write_budget", "0"), 1)
+        check_node(options.block_bytes, options.placement)
         self.block_bytes = options.block_bytes
         self.processes = options.processes
         self._placement = dict(options.placement)
         self.model = parse_model(options.model) if options.model else None
-        self._trace = trace = Trace(path, options.skip_bad)
-        self._loop: ClosedLoop | None = None
-        given_tokens = options.block_tokens
-        if trace.kind == "conversations":
-            self._loop = options.loop or ClosedLoop()
-            block_tokens = AGENT_BLOCK_TOKENS if given_tokens is None else given_tokens
-            workload = of_conversations(trace, block_tokens, self._loop)
-        elif options.loop is not None:
-            raise MisuseError(
-                f"{path} holds single requests, which have a clock of their own",
-                "--users, --gap-cap, --shared and --seed are for conversations",
-            )
-        else:
-            workload = of_chats(trace, trace.block_tokens if given_tokens is None else given_tokens)
+        self._trace = Trace(path, options.skip_bad)
+        self._loop = loop_of(self._trace, options.loop)
+        workload = workload_of(self._trace, options.block_tokens, self._loop)
         self.workload = workload.repeated(options.repeat)
         self.bound = Bound(self.workload)
         self._model_name = options.model

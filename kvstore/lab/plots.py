@@ -1,8 +1,8 @@
-"""Plots a report as PNG or SVG. Needs matplotlib, an optional dependency: `pip install kvstore[lab]`."""
+"""Plots reports as PNG or SVG. Needs matplotlib, an optional dependency: `pip install kvstore[lab]`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,16 @@ from kvstore.errors import KVStoreError, MisuseError
 from kvstore.lab.report import Point, Report
 
 SUFFIXES = (".png", ".svg")
+Panel = Callable[[Any], None]
+"""Draws into one pair of axes."""
+
 _INK, _GRID, _BOUND = "#333333", "#e3e3e3", "#8a8a8a"
 # Okabe and Ito's palette is safe for colour blindness; markers differ too, for prints in grey.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7F3C8D", "#000000")
-_MARKS = "osD^vPX*"
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7F3C8D", "#000000")
+MARKS = "osD^vPX*"
 _TIER_COLOURS = {"dram": "#0072B2", "nvme": "#E69F00"}
 _STYLE = {
+    "svg.fonttype": "none",
     "font.size": 9.5,
     "axes.titlesize": 10.5,
     "axes.titleweight": "bold",
@@ -50,13 +54,27 @@ def draw(report: Report, path: Path) -> None:
 
     Raises KVStoreError if matplotlib is absent or the file cannot be written.
     """
-    check(path)
-    plt = _pyplot()
     panels: list[Callable[[Any, Report], None]] = [_hits]
     if report.two_tiers:
         panels += [_shares, _written]
     if any(p.drive_writes_per_day is not None for p in report.points):
         panels.append(_wear)
+    trace = report.trace
+    title = (
+        f"{trace.name}: {trace.requests:,} requests, {trace.unique_blocks:,} unique blocks "
+        f"of {report.settings.block_tokens} tokens"
+    )
+    draw_panels(path, title, [_panel(panel, report) for panel in panels])
+
+
+def _panel(draw: Callable[[Any, Report], None], report: Report) -> Panel:
+    return lambda axes: draw(axes, report)
+
+
+def draw_panels(path: Path, title: str, panels: Sequence[Panel]) -> None:
+    """Draws a figure of panels, two in a row. Raises the errors of `draw`."""
+    check(path)
+    plt = _pyplot()
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
     with plt.rc_context(_STYLE):
@@ -65,17 +83,10 @@ def draw(report: Report, path: Path) -> None:
         )
         try:
             for axes, panel in zip(grid.flat, panels, strict=False):
-                panel(axes, report)
+                panel(axes)
             for axes in grid.flat[len(panels) :]:
                 axes.set_visible(False)
-            trace = report.trace
-            figure.suptitle(
-                f"{trace.name}: {trace.requests:,} requests, {trace.unique_blocks:,} unique blocks "
-                f"of {report.settings.block_tokens} tokens",
-                x=0.01,
-                ha="left",
-                fontsize=11,
-            )
+            figure.suptitle(title, x=0.01, ha="left", fontsize=11)
             figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
         except OSError as e:
             raise KVStoreError(f"cannot write {path}: {e.strerror}", "check the path") from None
@@ -117,7 +128,7 @@ def _lines(axes: Any, report: Report, value: Callable[[Point], float | None]) ->
     for i, policy in enumerate(_policies(report)):
         mine = [(places[p.capacity], value(p)) for p in report.points if p.policy == policy]
         xy = sorted((x, y) for x, y in mine if y is not None)
-        colour, mark = _COLOURS[i % len(_COLOURS)], _MARKS[i % len(_MARKS)]
+        colour, mark = COLOURS[i % len(COLOURS)], MARKS[i % len(MARKS)]
         axes.plot([x for x, _ in xy], [y for _, y in xy], color=colour, marker=mark, label=policy)
     _capacity_axis(axes, report)
 

@@ -45,11 +45,16 @@ class SimulatedNode:
 
     `options` are arguments of Placement, such as `policy` and `write_policy`, or the admission settings of
     NVMe: `admission`, `admission_threshold`, `write_budget`. `hits`: blocks served, by tier number. `denied`:
-    blocks that found no free slot; blocks that the policy did not admit do not count.
+    blocks that found no free slot; blocks that the policy did not admit do not count. `spare_rows`: rows of
+    the block table beyond two for each slot.
     """
 
     def __init__(
-        self, capacities: Capacities, block_bytes: int, options: Mapping[str, Any] | None = None
+        self,
+        capacities: Capacities,
+        block_bytes: int,
+        options: Mapping[str, Any] | None = None,
+        spare_rows: int = _SPARE_ROWS,
     ) -> None:
         specs = [capacity.spec(block_bytes) for capacity in capacities]
         options = dict(options or {})
@@ -57,7 +62,7 @@ class SimulatedNode:
         for spec in specs[1:]:
             spec.admission = rule
         slots = sum(capacity.blocks(block_bytes) for capacity in capacities)
-        self.placement = Placement(specs, max_blocks=2 * slots + _SPARE_ROWS, seed=_SEED, **options)
+        self.placement = Placement(specs, max_blocks=2 * slots + spare_rows, seed=_SEED, **options)
         self.hits = np.zeros(len(Tier), np.int64)
         self.denied = 0
         self._now = 0.0
@@ -97,17 +102,24 @@ class SimulatedNode:
         return found
 
     def _get(self, namespace: int, keys: Keys) -> int:
+        tiers = self._read(namespace, keys)
+        self.hits += np.bincount(tiers, minlength=len(self.hits))
+        return len(tiers)
+
+    def _read(self, namespace: int, keys: Keys) -> npt.NDArray[np.int64]:
+        """Reads the stored prefix. Returns the tier that served each block."""
         # A lease may cover less than the request without room in DRAM; only an empty lease ends the prefix.
         have, batch = 0, self.placement.view.limits.batch_keys
+        tiers: list[int] = []
         while have < keys.n:
             part = keys.take(have, min(have + batch, keys.n))
             grant = self._ask(ev.Acquire(0, _CLIENT, namespace, part, inf))
             if not grant.lease:
                 break
-            self.hits += np.bincount(grant.slots["tier"], minlength=len(self.hits))
+            tiers += grant.slots["tier"].tolist()
             have += len(grant.slots)
             self._send(ev.Release(_CLIENT, grant.lease))
-        return have
+        return np.array(tiers, np.int64)
 
     def _put(self, namespace: int, keys: Keys, have: int, chain_key: bytes = b"") -> None:
         """Stores the keys after the first `have`: of the chain, or blocks that belong to its `chain_key`."""
@@ -150,9 +162,14 @@ class SimulatedNode:
                     todo.append(ev.ExtentReady(action.tier, action.extent, replaces=action.extent))
                 elif isinstance(action, _ANSWERS) and action.request:
                     answer = action
+                else:
+                    self._observe(action)
             if not todo and self._is_due():
                 todo.append(ev.Tick())
         return answer
+
+    def _observe(self, action: ac.Action) -> None:
+        """Called with the actions that this node does not execute."""
 
     def _is_due(self) -> bool:
         wake = self.placement.next_wakeup()

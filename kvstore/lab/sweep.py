@@ -1,4 +1,4 @@
-"""Replays one workload with many policies and capacities, in several processes.
+"""Replays one workload with many policies and capacities, or fleets of nodes, in several processes.
 
 The workload is written to a file once and mapped by every process. A second mapped file has the progress of
 each replay, and after these a flag that stops all replays.
@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,9 @@ Progress = Callable[[int], None]
 _LOOK_EVERY_S = 0.2
 _DAY_S = 86400.0
 _Done = npt.NDArray[np.int64]
+_TaskT = TypeVar("_TaskT")
+_ResultT = TypeVar("_ResultT")
+_Play = Callable[[Workload, _TaskT, Progress | None], _ResultT]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +71,22 @@ def run(
 
     Raises KVStoreError if a process dies.
     """
+    return run_all(replay, workload, tasks, processes, progress)
+
+
+def run_all(
+    play: _Play[_TaskT, _ResultT],
+    workload: Workload,
+    tasks: Sequence[_TaskT],
+    processes: int,
+    progress: Progress | None = None,
+) -> list[_ResultT]:
+    """Calls `play` with the workload and every task, as `run` does. Returns one result a task.
+
+    `play` is a function of a module. It calls its third argument with its own number of accesses done.
+    """
     if processes <= 1 or len(tasks) <= 1:
-        return _run_here(workload, tasks, progress)
+        return _run_here(play, workload, tasks, progress)
     with tempfile.TemporaryDirectory(prefix="kvstore-lab-") as name:
         folder = Path(name)
         workload.save(folder)
@@ -79,7 +96,7 @@ def run(
         with ProcessPoolExecutor(min(processes, len(tasks)), context, _end_with_parent) as pool:
             try:
                 with _safe_path():
-                    futures = [pool.submit(_run_there, folder, i, task) for i, task in enumerate(tasks)]
+                    futures = [pool.submit(_run_there, play, folder, i, task) for i, task in enumerate(tasks)]
                 return _collect(futures, done[:-1], progress)
             finally:
                 done[-1] = 1
@@ -98,7 +115,7 @@ def _safe_path() -> Iterator[None]:
             del os.environ["PYTHONSAFEPATH"]
 
 
-def _collect(futures: list[Future[Point]], done: _Done, progress: Progress | None) -> list[Point]:
+def _collect(futures: list[Future[_ResultT]], done: _Done, progress: Progress | None) -> list[_ResultT]:
     waiting = set(futures)
     while waiting:
         ended, waiting = wait(waiting, _LOOK_EVERY_S)
@@ -113,17 +130,19 @@ def _collect(futures: list[Future[Point]], done: _Done, progress: Progress | Non
     return [future.result() for future in futures]
 
 
-def _run_here(workload: Workload, tasks: Sequence[Task], progress: Progress | None) -> list[Point]:
-    points = []
-    for number, task in enumerate(tasks):
-        before = number * workload.accesses
-        tell = None if progress is None else partial(_add_and_tell, progress, before)
-        points.append(replay(workload, task, tell))
-    return points
+def _run_here(
+    play: _Play[_TaskT, _ResultT], workload: Workload, tasks: Sequence[_TaskT], progress: Progress | None
+) -> list[_ResultT]:
+    done = np.zeros(len(tasks), np.int64)
+    return [
+        play(workload, task, None if progress is None else partial(_tell_sum, progress, done, number))
+        for number, task in enumerate(tasks)
+    ]
 
 
-def _add_and_tell(progress: Progress, before: int, done: int) -> None:
-    progress(before + done)
+def _tell_sum(progress: Progress, done: _Done, number: int, accesses: int) -> None:
+    done[number] = accesses
+    progress(int(done.sum()))
 
 
 def _end_with_parent() -> None:
@@ -138,7 +157,7 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, name="kvstore-lab-parent", daemon=True).start()
 
 
-def _run_there(folder: Path, number: int, task: Task) -> Point:
+def _run_there(play: _Play[_TaskT, _ResultT], folder: Path, number: int, task: _TaskT) -> _ResultT:
     done = np.load(folder / "done.npy", mmap_mode="r+")
 
     def tell(accesses: int) -> None:
@@ -146,7 +165,7 @@ def _run_there(folder: Path, number: int, task: Task) -> Point:
         if done[-1]:
             raise KVStoreError("stopped: another replay failed, or the lab was interrupted")
 
-    return replay(Workload.load(folder), task, tell)
+    return play(Workload.load(folder), task, tell)
 
 
 def replay(workload: Workload, task: Task, progress: Progress | None = None) -> Point:

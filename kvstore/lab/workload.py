@@ -1,7 +1,8 @@
 """A workload: a trace as flat arrays of request times and block numbers.
 
 A workload is built once, saved to a folder and mapped by the processes that replay it. A block's number
-stands for its id and the number of the block before it, so equal numbers mean equal prefixes.
+stands for its id and the number of the block before it, so equal numbers mean equal prefixes. Requests of one
+conversation have the same session number.
 
 Not covered: the schedule of conversations (`closed_loop`).
 """
@@ -21,14 +22,17 @@ from kvstore.lab.traces import Trace, TraceSession
 
 Blocks = npt.NDArray[np.int32]
 Names = npt.NDArray[np.uint64]
+Sessions = npt.NDArray[np.int32]
 _COLUMNS = ("times_s", "input_tokens", "starts", "blocks")
+_SAVED = (*_COLUMNS, "sessions")
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Requests sorted by time. The blocks of request i are `blocks[starts[i]:starts[i + 1]]`.
 
-    Block numbers are below `unique_blocks`, in the order of first use.
+    Block numbers are below `unique_blocks`, in the order of first use. `sessions` has the session of each
+    request, below `session_count`.
     """
 
     block_tokens: int
@@ -37,6 +41,7 @@ class Workload:
     input_tokens: npt.NDArray[np.int64]
     starts: npt.NDArray[np.int64]
     blocks: Blocks
+    sessions: Sessions
 
     def repeated(self, times: int) -> Workload:
         """Returns this workload repeated `times` times in a row; each repetition has its own blocks."""
@@ -52,6 +57,7 @@ class Workload:
             np.tile(self.input_tokens, times),
             np.append(starts, self.accesses * times),
             (each[:, None] * self.unique_blocks + self.blocks).ravel().astype(self.blocks.dtype),
+            (each[:, None] * self.session_count + self.sessions).ravel().astype(self.sessions.dtype),
         )
 
     @property
@@ -65,6 +71,11 @@ class Workload:
         return len(self.blocks)
 
     @property
+    def session_count(self) -> int:
+        """The number of sessions."""
+        return int(self.sessions.max(initial=-1)) + 1
+
+    @property
     def longest(self) -> int:
         """The number of blocks in the longest prompt."""
         return int(np.diff(self.starts).max(initial=0))
@@ -75,7 +86,7 @@ class Workload:
         return float(self.times_s[-1] - self.times_s[0]) if len(self.times_s) else 0.0
 
     def digest(self) -> str:
-        """Returns a digest of the contents: 32 hex digits."""
+        """Returns a digest of requests and blocks: 32 hex digits."""
         state = xxhash.xxh3_128(f"{self.block_tokens} {self.unique_blocks}".encode())
         for name in _COLUMNS:
             state.update(np.ascontiguousarray(getattr(self, name)).data)
@@ -83,7 +94,7 @@ class Workload:
 
     def save(self, folder: Path) -> None:
         """Writes the arrays into a folder."""
-        for name in _COLUMNS:
+        for name in _SAVED:
             np.save(folder / f"{name}.npy", getattr(self, name))
         np.save(folder / "scalars.npy", np.array([self.block_tokens, self.unique_blocks]))
 
@@ -91,7 +102,7 @@ class Workload:
     def load(cls, folder: Path) -> Workload:
         """Maps the arrays that `save` wrote, read-only."""
         block_tokens, unique_blocks = np.load(folder / "scalars.npy").tolist()
-        columns = [np.load(folder / f"{name}.npy", mmap_mode="r") for name in _COLUMNS]
+        columns = [np.load(folder / f"{name}.npy", mmap_mode="r") for name in _SAVED]
         return cls(block_tokens, unique_blocks, *columns)
 
 
@@ -183,14 +194,22 @@ def of_chats(trace: Trace, block_tokens: int) -> Workload:
 
 
 def assemble(
-    numbering: Numbering, prompts: Sequence[Blocks], times_s: Sequence[float], tokens: Sequence[int]
+    numbering: Numbering,
+    prompts: Sequence[Blocks],
+    times_s: Sequence[float],
+    tokens: Sequence[int],
+    sessions: Sequence[int] | None = None,
 ) -> Workload:
-    """Returns the workload of these prompts, sorted by `times_s` (seconds)."""
+    """Returns the workload of these prompts, sorted by `times_s` (seconds).
+
+    `sessions` None: a prompt continues the session of an earlier prompt that it starts with.
+    """
     if not prompts:
         raise KVStoreError("the trace holds no requests", "are all of its lines bad?")
     order = np.argsort(np.array(times_s), kind="stable")
     sorted_prompts = [prompts[i] for i in order.tolist()]
     starts = np.concatenate(([0], np.cumsum([len(blocks) for blocks in sorted_prompts]))).astype(np.int64)
+    known = None if sessions is None else np.array(sessions, np.int32)[order]
     return Workload(
         numbering.block_tokens,
         numbering.unique,
@@ -198,4 +217,29 @@ def assemble(
         np.array(tokens, np.int64)[order],
         starts,
         np.concatenate(sorted_prompts),
+        _sessions(sorted_prompts) if known is None else known,
     )
+
+
+def _sessions(prompts: Sequence[Blocks]) -> Sessions:
+    """Returns a session for each prompt.
+
+    A prompt is continued once. The next one that starts with it may continue an earlier prompt, or begins a
+    session.
+    """
+    out = np.empty(len(prompts), np.int32)
+    ends: dict[int, int] = {}
+    sessions = 0
+    for i, blocks in enumerate(prompts):
+        session = None
+        for block in reversed(blocks.tolist()):
+            session = ends.pop(block, None)
+            if session is not None:
+                break
+        if session is None:
+            session = sessions
+            sessions += 1
+        out[i] = session
+        if len(blocks):
+            ends[int(blocks[-1])] = session
+    return out

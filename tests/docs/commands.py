@@ -99,7 +99,7 @@ class Site:
         text = re.sub(r"\S*_trace\.jsonl(\.zst)?", "trace.jsonl", text)
         text = re.sub(r"(kvstore lab record .*--out )\S+", r"\1recorded.jsonl", text)
         text = re.sub(r"--for \S+", "--for 1s", text)
-        text = re.sub(r"(kvstore lab (?:replay|size) )", r"\1--processes 1 ", text)
+        text = re.sub(r"(kvstore lab (?:fleet|replay|size) )", r"\1--processes 1 ", text)
         text = re.sub(r"(kvstore top)(?!.*--count)", r"\1 --count 1", text)
         text = re.sub(r"\bNAME\b", "chat", text)
         return re.sub(r"\bKEY\b", KEY.hex(), text)

@@ -106,6 +106,38 @@ def test_conversations(talks: Path) -> None:
     assert own["trace"]["unique_blocks"] == 6 * 20
 
 
+FLEET = ("--nodes", "1,3", "--per-node", "50%", "--capacity", "40%")
+
+
+def test_fleet(trace: Path) -> None:
+    report = json_of("fleet", trace, *FLEET, "--nvme-rate", "300MB", "--seed", 7)
+    settings, points = report["settings"], report["points"]
+    assert (settings["copies_per_node"], settings["seed"], settings["nvme_bytes_per_s"]) == (0.5, 7, 3e8)
+    assert [p["nodes"] for p in points] == [1] * 6 + [3] * 6
+    for point in points:
+        assert sum(point["hits_by_tier"].values()) + point["computed_blocks"] == point["accesses"]
+        assert 0 < point["ttft_p50_s"] <= point["ttft_p99_s"]
+        assert (point["network_bytes_per_request"] > 0) is (point["network"] == "unlimited")
+    table = run("fleet", trace, *FLEET, "--processes", 1, "--block-bytes", "64KiB").stdout
+    assert "every node has 50 % of this load" in table
+    for name in ("random", "sticky", "events", "unlimited", "TTFT p50", "per request"):
+        assert name in table
+
+
+def test_fleet_of_conversations_with_decode_nodes(talks: Path) -> None:
+    args = ("--nodes", "4", "--copies", 1, "--decode", "50%", "--network", "unlimited", "--routing", "events")
+    report = json_of("fleet", talks, *args, "--users", 2, "--capacity", "100%", "--seed", 3)
+    [point] = report["points"]
+    assert (point["nodes"], point["decode_nodes"], point["copies"]) == (4, 2, 1)
+    assert report["settings"]["users"] == 2
+    assert report["settings"]["copies_per_node"] is None
+    other = ("fleet", talks, *args, "--users", 2, "--capacity", "100%", "--seed", 4)
+    assert report["trace"]["digest"] != json_of(*other)["trace"]["digest"], "the seed orders conversations"
+    table = run(*other, "--processes", 1, "--block-bytes", "64KiB").stdout
+    assert "every fleet has the same load" in table
+    assert "4, 2 decode" in table
+
+
 def test_size_for_a_hit_ratio(trace: Path) -> None:
     found = json_of("size", trace, "--hit", "30%")
     answer, points = found["answer"], found["report"]["points"]
@@ -252,10 +284,28 @@ def test_capacities() -> None:
         (["replay", "--users", "4"], "--users, --gap-cap, --shared and --seed are for conversations"),
         (["replay", "--gap-cap", "soon"], "--gap-cap: 'soon' is not a duration"),
         (["replay", "--plot", "a.pdf"], "a name that ends in .png or .svg"),
+        (["fleet", "--nodes", "1,many"], "--nodes: 'many' is not a number of nodes"),
+        (["fleet", "--nodes", "1,,2"], "--nodes: '1,,2' has an empty item"),
+        (["fleet", "--nodes", "0"], "a fleet has 0 nodes"),
+        (["fleet", "--routing", "best"], "no routing 'best' (one of random, sticky, shortest-queue, events)"),
+        (["fleet", "--network", "20"], "20 may mean blocks or bytes"),
+        (["fleet", "--per-node", "2"], "--per-node: '2' is not a percentage"),
+        (["fleet", "--per-node", "2%", "--copies", "1"], "--per-node and --copies exclude each other"),
+        (["fleet", "--copies", "0"], "0 copies of the trace"),
+        (["fleet", "--common", "0%"], "--common: '0%' is not a percentage"),
+        (["fleet", "--decode", "50%"], "one node cannot both prefill and decode apart"),
+        (["fleet", "--decode", "50%", "--nodes", "2"], "decode nodes get their blocks over the network"),
+        (["fleet", "--prefill", "0"], "prefill_tokens_per_s is 0"),
+        (["fleet", "--prefill", "100000"], "a block is loaded from NVMe in"),
+        (["fleet", "--network-rate", "fast"], "--network-rate: 'fast' is not a size"),
+        (["fleet", "--latency", "soon"], "--latency: 'soon' is not a duration"),
+        (["fleet", "--network-admission", "never"], "unknown network admission 'never'"),
+        (["fleet", "--users", "4"], "--users, --gap-cap, --shared and --seed are for conversations"),
+        (["fleet", "--plot", "a.pdf"], "a name that ends in .png or .svg"),
         (["size"], "one of --hit and --budget is required"),
         (["size", "--hit", "30%", "--budget", "5"], "one of --hit and --budget is required"),
-        (["size", "--hit", "30"], "--hit: '30' is not a hit ratio"),
-        (["size", "--hit", "101%"], "--hit: '101%' is not a hit ratio"),
+        (["size", "--hit", "30"], "--hit: '30' is not a percentage"),
+        (["size", "--hit", "101%"], "--hit: '101%' is not a percentage"),
         (["size", "--hit", "30%", "--dram-cost", "3"], "--dram-cost and --nvme-cost belong to --budget"),
         (["size", "--hit", "30%", "--nvme", "12"], "--nvme: 12 may mean blocks or bytes"),
         (["size", "--budget", "5", "--nvme", "5%"], "--nvme belongs to --hit"),
@@ -287,7 +337,18 @@ def test_plots(trace: Path, tmp_path: Path) -> None:
     json_of("size", trace, "--hit", "30%", "--nvme", "20%", "--plot", svg)
     text = (tmp_path / "a.svg").read_text()
     for title in ("Tokens served", "Hits by tier", "Bytes written", "Drive writes per day", "Belady"):
-        assert f"<!-- {title}" in text, title
+        assert f">{title}" in text, title
+    json_of("fleet", trace, *FLEET, "--plot", svg)
+    text = (tmp_path / "a.svg").read_text()
+    for title in (
+        "Tokens served",
+        "Network bytes per request",
+        "99th percentile",
+        "events, network unlimited",
+    ):
+        assert title in text, title
+    json_of("fleet", trace, *FLEET, "--network", "none", "--plot", svg)
+    assert "Network bytes" not in svg.read_text(), "there is no network"
     plots.draw(_report(trace), tmp_path / "one.svg")
     assert "Drive writes" not in (tmp_path / "one.svg").read_text(), "one tier has no drives"
     with pytest.raises(KVStoreError, match="cannot write"):

@@ -194,11 +194,11 @@ def test_replays_stop_by_the_flag(tmp_path: Path) -> None:
     load.save(tmp_path)
     task = Task("lru", "", slots(9), BLOCK)
     np.save(tmp_path / "done.npy", np.zeros(2, np.int64))
-    assert sweep._run_there(tmp_path, 0, task).hits_by_tier == {"dram": 1}
+    assert sweep._run_there(sweep.replay, tmp_path, 0, task).hits_by_tier == {"dram": 1}
     assert np.load(tmp_path / "done.npy").tolist() == [4, 0]
     np.save(tmp_path / "done.npy", np.ones(2, np.int64))
     with pytest.raises(KVStoreError, match="stopped"):
-        sweep._run_there(tmp_path, 0, task)
+        sweep._run_there(sweep.replay, tmp_path, 0, task)
 
 
 class Dying:

@@ -37,6 +37,7 @@ def test_a_loaded_workload_equals_the_saved_one(tmp_path: Path) -> None:
     load.save(tmp_path)
     again = Workload.load(tmp_path)
     assert again.digest() == load.digest()
+    assert again.sessions.tolist() == load.sessions.tolist()
     assert prompts_of(again) == prompts_of(load)
     assert workload([[1, 2], [1, 3]]).digest() != load.digest()
 
@@ -56,6 +57,22 @@ TALKS = [
 
 def of(tmp_path: Path, rows: list[dict[str, object]] = TALKS, **loop: float) -> Workload:
     return of_conversations(Trace(write(tmp_path / "t", rows)), 64, ClosedLoop(**{"users": 1, **loop}))  # type: ignore[arg-type]
+
+
+def test_a_prompt_continues_the_session_of_the_prompt_that_it_starts_with() -> None:
+    load = workload([[1, 2], [3], [1, 2, 4], [1, 2, 5], [1], [], [1, 2, 4, 6], [1, 7]])
+    # A prompt is continued once: the second one that starts with 1, 2 begins a session.
+    assert load.sessions.tolist() == [0, 1, 0, 2, 3, 4, 0, 3]
+    assert load.session_count == 5
+    twice = load.repeated(2)
+    assert twice.sessions.tolist() == [*load.sessions.tolist(), *(load.sessions + 5).tolist()]
+
+
+def test_conversations_are_sessions(tmp_path: Path) -> None:
+    load = of(tmp_path)
+    session_of = dict(zip(map(len, prompts_of(load)), load.sessions.tolist(), strict=True))
+    assert sorted(np.bincount(load.sessions).tolist()) == [2, 5], "sub-agents belong to their conversation"
+    assert session_of[6] == session_of[5] == session_of[4]
 
 
 def test_conversations_share_a_part_of_the_preamble(tmp_path: Path) -> None:

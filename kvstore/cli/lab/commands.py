@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-from rich.progress import TaskProgressColumn
 from typer import Argument, Option
 
 from kvstore.cli.lab import reports
-from kvstore.cli.lab.options import ExperimentOptions, TraceArgument, status_line
+from kvstore.cli.lab.options import (
+    ExperimentOptions,
+    TraceArgument,
+    items_of,
+    percent_of,
+    replay_progress,
+    status_line,
+)
 from kvstore.cli.shared.commands import Commands
 from kvstore.cli.shared.options import JsonOption, named
-from kvstore.cli.shared.output import console, progress_bar, show
+from kvstore.cli.shared.output import show
 from kvstore.errors import MisuseError
 
 app = Commands()
@@ -48,9 +52,9 @@ def replay(
 
     Example: kvstore lab replay trace.jsonl --capacities 5%,10%,5%+10%
     """
-    names, sizes = _items("--policies", policies), _items("--capacities", capacities)
+    names, sizes = items_of("--policies", policies), items_of("--capacities", capacities)
     experiment = options.experiment(trace)
-    with _progress(len(names) * len(sizes) * experiment.workload.accesses) as update:
+    with replay_progress(len(names) * len(sizes) * experiment.workload.accesses) as update:
         report = experiment.report(names, sizes, update)
     options.show(report, asdict(report), lambda: reports.report_table(report))
 
@@ -91,7 +95,7 @@ def size(
     with status_line() as show_step:
         if hit is not None:
             tiers = named("--nvme", experiment.parse_nvme, nvme) if nvme is not None else ()
-            target = named("--hit", _percent, hit)
+            target = named("--hit", percent_of, hit)
             found = sizing.for_hit_ratio(experiment, policy, target, tiers, show_step)
         else:
             assert budget is not None
@@ -118,30 +122,3 @@ def compare(
 
     both = pair_up(load(a), load(b))
     show(both.to_map(), as_json, lambda: reports.comparison_table(both, a.name, b.name))
-
-
-def _items(option: str, text: str) -> list[str]:
-    """Returns the distinct items of a comma-separated list. Raises MisuseError for empty items."""
-    items = list(dict.fromkeys(item.strip() for item in text.split(",")))
-    if "" in items:
-        raise MisuseError(f"{option}: {text!r:.80} has an empty item", "separate names by commas")
-    return items
-
-
-def _percent(text: str) -> float:
-    """Returns the fraction of a text such as `30%`. Raises MisuseError."""
-    number = text.strip().removesuffix("%")
-    try:
-        percent = float(number)
-    except ValueError:
-        percent = -1.0
-    if number == text.strip() or not 0 < percent <= 100:
-        raise MisuseError(f"{text!r:.80} is not a hit ratio", "more than 0 %, at most 100 %, such as 30%")
-    return percent / 100
-
-
-@contextmanager
-def _progress(accesses: int) -> Iterator[Callable[[int], None]]:
-    with progress_bar(TaskProgressColumn(), hidden=not console(stderr=True).is_terminal) as bar:
-        task = bar.add_task("replaying", total=accesses)
-        yield lambda done: bar.update(task, completed=done)

@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import RenderableType
+from rich.progress import TaskProgressColumn
 from typer import Argument, Option
 
 from kvstore.cli.shared.options import JsonOption, named, unwind_on_sigterm
-from kvstore.cli.shared.output import console, show
+from kvstore.cli.shared.output import console, progress_bar, show
 from kvstore.config import parse_duration, parse_size
+from kvstore.errors import MisuseError
 
 if TYPE_CHECKING:
+    from kvstore.lab.closed_loop import ClosedLoop
     from kvstore.lab.experiment import Experiment
     from kvstore.lab.report import Report
 
@@ -25,22 +28,14 @@ SkipBadOption = Annotated[bool, Option("--skip-bad", help="Skip bad lines, and c
 
 
 @dataclass(frozen=True, slots=True)
-class ExperimentOptions:
-    """Options of a simulated node, of the replayed trace, and of the output."""
+class SimulationOptions:
+    """Options of simulated nodes, of the replayed trace, and of the output."""
 
     block_bytes: Annotated[str, Option(metavar="SIZE", help="Payload of a block.")] = "2MiB"
     block_tokens: Annotated[
         int | None,
         Option(help="Tokens per block, a multiple of the trace's. Without it: chats 512, conversations 256."),
     ] = None
-    model: Annotated[
-        str,
-        Option(
-            metavar="NAME",
-            help="Hybrid model: gpt-oss, gemma-3, qwen3-next; or groups of windows of tokens, 5x1024, or of "
-            "states, 3xstate. Without it: full attention only.",
-        ),
-    ] = ""
     write_policy: Annotated[str, Option(help="Writes to NVMe: write_through or on_evict.")] = "write_through"
     admission: Annotated[str, Option(help="Admission to NVMe: always, twice or reuse.")] = "always"
     threshold: Annotated[
@@ -53,9 +48,6 @@ class ExperimentOptions:
             help="Bytes written to NVMe per day, or a multiple of the limit such as 1x; 0: unlimited.",
         ),
     ] = "0"
-    repeat: Annotated[
-        int, Option(min=1, help="Replay the trace this many times, each time with other blocks.")
-    ] = 1
     users: Annotated[
         int | None, Option(help="Conversations: number replayed concurrently. Without it: 64.")
     ] = None
@@ -70,39 +62,69 @@ class ExperimentOptions:
         float | None,
         Option(help="Conversations: fraction of tools and system prompt that all share. Without it: 0.5."),
     ] = None
-    seed: Annotated[
-        int | None, Option(help="Conversations: seed of their order and pauses. Without it: 1.")
-    ] = None
     skip_bad: SkipBadOption = False
     processes: Annotated[int, Option(min=0, help="Number of processes; 0: one per core.")] = 0
     plot: Annotated[Path | None, Option(metavar="FILE", help="Also plot to a .png or .svg file.")] = None
     as_json: JsonOption = False
 
-    def experiment(self, trace: Path) -> Experiment:
-        """Checks the options and reads the trace. Raises MisuseError, KVStoreError."""
-        from kvstore.lab.closed_loop import ClosedLoop  # noqa: PLC0415
-        from kvstore.lab.experiment import Experiment, Options  # noqa: PLC0415
+    def placement(self) -> dict[str, str]:
+        """Returns the options of the node that are not its size."""
+        return {
+            "write_policy": self.write_policy,
+            "admission": self.admission,
+            "admission_threshold": str(self.threshold),
+            "write_budget": self.write_budget,
+        }
 
+    def loop(self, **seed: int | None) -> ClosedLoop | None:
+        """Returns the closed loop of conversations; None if no option of it was given."""
+        from kvstore.lab.closed_loop import ClosedLoop  # noqa: PLC0415
+
+        loop: dict[str, Any] = {"users": self.users, "shared": self.shared, **seed}
+        if self.gap_cap is not None:
+            loop["gap_cap_s"] = named("--gap-cap", parse_duration, self.gap_cap)
+        loop = {name: value for name, value in loop.items() if value is not None}
+        return ClosedLoop(**loop) if loop else None
+
+    def start(self) -> None:
+        """Checks `--plot`, and makes SIGTERM end the replays too."""
         if self.plot is not None:
             from kvstore.lab import plots  # noqa: PLC0415
 
             plots.check(self.plot)
         unwind_on_sigterm()
-        loop: dict[str, Any] = {"users": self.users, "shared": self.shared, "seed": self.seed}
-        if self.gap_cap is not None:
-            loop["gap_cap_s"] = named("--gap-cap", parse_duration, self.gap_cap)
-        loop = {name: value for name, value in loop.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class ExperimentOptions(SimulationOptions):
+    """Options of commands that replay a trace on one node."""
+
+    model: Annotated[
+        str,
+        Option(
+            metavar="NAME",
+            help="Hybrid model: gpt-oss, gemma-3, qwen3-next; or groups of windows of tokens, 5x1024, or of "
+            "states, 3xstate. Without it: full attention only.",
+        ),
+    ] = ""
+    repeat: Annotated[
+        int, Option(min=1, help="Replay the trace this many times, each time with other blocks.")
+    ] = 1
+    seed: Annotated[
+        int | None, Option(help="Conversations: seed of their order and pauses. Without it: 1.")
+    ] = None
+
+    def experiment(self, trace: Path) -> Experiment:
+        """Checks the options and reads the trace. Raises MisuseError, KVStoreError."""
+        from kvstore.lab.experiment import Experiment, Options  # noqa: PLC0415
+
+        self.start()
         options = Options(
             block_bytes=named("--block-bytes", parse_size, self.block_bytes),
             block_tokens=self.block_tokens,
-            loop=ClosedLoop(**loop) if loop else None,
+            loop=self.loop(seed=self.seed),
             skip_bad=self.skip_bad,
-            placement={
-                "write_policy": self.write_policy,
-                "admission": self.admission,
-                "admission_threshold": str(self.threshold),
-                "write_budget": self.write_budget,
-            },
+            placement=self.placement(),
             repeat=self.repeat,
             model=self.model,
             processes=self.processes or os.cpu_count() or 1,
@@ -129,3 +151,31 @@ def status_line() -> Iterator[Callable[[str], None]]:
         return
     with stderr.status("") as status:
         yield status.update
+
+
+def items_of(option: str, text: str) -> list[str]:
+    """Returns the distinct items of a comma-separated list. Raises MisuseError for empty items."""
+    items = list(dict.fromkeys(item.strip() for item in text.split(",")))
+    if "" in items:
+        raise MisuseError(f"{option}: {text!r:.80} has an empty item", "separate names by commas")
+    return items
+
+
+def percent_of(text: str) -> float:
+    """Returns the fraction of a text such as `30%`. Raises MisuseError."""
+    number = text.strip().removesuffix("%")
+    try:
+        percent = float(number)
+    except ValueError:
+        percent = -1.0
+    if number == text.strip() or not 0 < percent <= 100:
+        raise MisuseError(f"{text!r:.80} is not a percentage", "more than 0 %, at most 100 %, such as 30%")
+    return percent / 100
+
+
+@contextmanager
+def replay_progress(accesses: int) -> Iterator[Callable[[int], None]]:
+    """Shows a bar on a terminal. Yields a function that gets the number of accesses done."""
+    with progress_bar(TaskProgressColumn(), hidden=not console(stderr=True).is_terminal) as bar:
+        task = bar.add_task("replaying", total=accesses)
+        yield lambda done: bar.update(task, completed=done)

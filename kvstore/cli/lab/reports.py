@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Group
 from rich.markup import escape
 
-from kvstore.cli.shared.output import percent, table
+from kvstore.cli.shared.output import cell, percent, table
 from kvstore.config import format_size
 
 if TYPE_CHECKING:
     from kvstore.lab.compare import Comparison
-    from kvstore.lab.report import Point, Report
+    from kvstore.lab.fleet.report import FleetPoint, FleetReport
+    from kvstore.lab.report import Point, Report, TraceInfo
     from kvstore.lab.sizing import Sizing
 
 
@@ -36,17 +38,51 @@ def report_table(report: Report) -> Group:
         new = p.capacity != last
         shown.add_row(p.capacity if new else "", size if new else "", p.policy, *cells)
         last = p.capacity
-    denied = sum(p.denied_blocks for p in report.points)
     notes = ["hits and bound: share of all input tokens"]
     if report.two_tiers:
         notes.append(
             "of NVMe: share of the hits; written: NVMe bytes per byte served; drives/day: drive writes"
         )
-    if denied:
-        notes.append(
-            f"[yellow]{denied:,} blocks were denied: DRAM is too small for the longest prompts[/yellow]"
-        )
-    return Group(*_head(report), shown, *(f"[dim]{note}[/dim]" for note in notes))
+    notes += _denied(report.points)
+    head = _head(report.trace, report.settings.block_tokens)
+    return Group(*head, shown, *(f"[dim]{note}[/dim]" for note in notes))
+
+
+def fleet_table(report: FleetReport) -> Group:
+    """Returns a table with one row per fleet, below a summary of the trace and of the load."""
+    settings = report.settings
+    shown = table(("nodes", "routing", "network"), whole=("routing", "network"))
+    for name in ("hits", "of network", "at best", "per request", "TTFT p50", "p99", "busy"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    last = 0
+    for p in report.points:
+        if last and last != p.nodes:
+            shown.add_section()
+        of_network = p.network_hit_ratio / p.hit_ratio if p.hit_ratio else None
+        networked = p.network != "none"
+        cells = [
+            percent(p.hit_ratio),
+            percent(of_network) if networked else "-",
+            percent(p.best_hit_ratio),
+            format_size(p.network_bytes_per_request) if networked else "-",
+            cell("ttft_s", p.ttft_p50_s),
+            cell("ttft_s", p.ttft_p99_s),
+            percent(p.busy_ratio, 1),
+        ]
+        nodes = f"{p.nodes:,}" + (f", {p.decode_nodes:,} decode" if p.decode_nodes else "")
+        shown.add_row(nodes if p.nodes != last else "", p.routing, escape(p.network), *cells)
+        last = p.nodes
+    load = "every fleet has the same load"
+    if settings.copies_per_node:
+        load = f"every node has {100 * settings.copies_per_node:g} % of this load"
+    load += f"; {percent(settings.common_block_ratio)} of the accesses are to blocks common to all copies"
+    notes = [
+        "hits: share of all input tokens; of network: share of the hits; at best: one cache for all",
+        "per request: network bytes; TTFT: time to the first token; busy: time in which a node works",
+        *_denied(report.points),
+    ]
+    head = _head(report.trace, settings.block_tokens)
+    return Group(*head, load, shown, *(f"[dim]{note}[/dim]" for note in notes))
 
 
 def sizing_table(found: Sizing) -> Group:
@@ -72,11 +108,16 @@ def comparison_table(both: Comparison, a: str, b: str) -> Group:
     return Group(*differing, shown)
 
 
-def _head(report: Report) -> list[str]:
-    trace, settings = report.trace, report.settings
+def _denied(points: Sequence[Point] | Sequence[FleetPoint]) -> list[str]:
+    denied = sum(p.denied_blocks for p in points)
+    why = f"[yellow]{denied:,} blocks were denied: DRAM is too small for the longest prompts[/yellow]"
+    return [why] if denied else []
+
+
+def _head(trace: TraceInfo, block_tokens: int) -> list[str]:
     lines = [
         f"{escape(trace.name)}: {trace.requests:,} requests, {trace.accesses:,} accesses to "
-        f"{trace.unique_blocks:,} blocks of {settings.block_tokens} tokens; "
+        f"{trace.unique_blocks:,} blocks of {block_tokens} tokens; "
         f"at best {percent(trace.best_hit_ratio)} of the tokens"
     ]
     if trace.skipped_lines:
