@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bench.harness import GIB, KIB, MIB, Bench, Result, Target, cpu_seconds, expect, quantile
+from bench.harness import GIB, KIB, MIB, Bench, NotDone, Result, Target, cpu_seconds, expect, quantile
 from bench.served import serve, wait_until
 from bench.tenant_load import Cue, running
 from kvstore import Client, Layout, Namespace
@@ -29,6 +29,8 @@ from kvstore import Client, Layout, Namespace
 PROMPT_TOKENS, STEP_TOKENS = 65_536, 2048
 ASKED_TOKENS_S = 90_000.0
 HEADROOM = 3.0
+MOST_DENIED = 0.01
+"""The most new blocks that may find no room, as a share: writes to NVMe lag where clients take the cores."""
 DRAM_BYTES, NVME_BYTES = 512 * MIB, 4 * GIB
 
 
@@ -60,6 +62,19 @@ class Node:
         ]
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt that was asked for: its begin and its end (s, monotonic clock), and its stored blocks."""
+
+    began: float
+    ended: float
+    stored: int
+
+    def share(self, start: float, over: float) -> float:
+        """Returns the part of its time that lies between `start` and `over`."""
+        return max(0.0, min(self.ended, over) - max(self.began, start)) / (self.ended - self.began)
+
+
 NODES = {
     "1-engine": Node(1, 1),
     "8-engines": Node(8, 1),
@@ -79,7 +94,8 @@ def run(bench: Bench) -> Iterator[Result]:
             bench.doing(f"{name}: storing the shared half")
             shared = [os.urandom(32) for _ in range(node.half)]
             for layout in node.layouts:
-                _store(client.namespace(layout), shared, None, node.step)
+                stored = _store(client.namespace(layout), shared, None, node.step)
+                expect(stored, len(shared), "blocks stored")
             wait_until(client, lambda status: not status["copies_under_way"], 0.05)
             bench.doing(name)
             with ExitStack() as stack:
@@ -90,55 +106,58 @@ def run(bench: Bench) -> Iterator[Result]:
                 time.sleep(bench.pick(max(1.0, bench.seconds), 0.3))
                 used_s, over = cpu_seconds(daemon.pid) - before_s, time.monotonic()
                 asked = [prompt for end in ends for prompt in end()]
-        yield _row(name, node, asked, (start, over), used_s)
+            new = len(asked) * node.half * node.shards
+            denied = 1 - sum(prompt.stored for prompt in asked) / new
+            if denied > MOST_DENIED:
+                raise NotDone(f"{denied:.1%} of {new} blocks were not stored")
+        yield _row(name, node, asked, (start, over), used_s, denied)
 
 
 def _row(
-    name: str, node: Node, asked: list[tuple[float, float]], within: tuple[float, float], used_s: float
+    name: str, node: Node, asked: list[Prompt], within: tuple[float, float], used_s: float, denied: float
 ) -> Result:
     start, over = within
-    prompts = sum(_share(began, ended, start, over) for began, ended in asked)
+    prompts = sum(prompt.share(start, over) for prompt in asked)
     rate = prompts / used_s
     needed = ASKED_TOKENS_S / node.prompt_tokens
     extra = {
         "daemon_cpu_ms_per_prompt": 1000 * used_s / prompts,
         "daemon_cores": used_s / (over - start),
         "served_per_s": prompts / (over - start),
-        "prompt_p99_ms": 1000 * quantile([ended - began for began, ended in asked], 0.99),
+        "prompt_p99_ms": 1000 * quantile([prompt.ended - prompt.began for prompt in asked], 0.99),
+        "denied_share": denied,
     }
     target = Target(">=", HEADROOM)
     row = f"capacity/{name}"
     return Result(row, rate, "prompts/s", needed, rate / needed, len(asked), target=target, extra=extra)
 
 
-def _share(began: float, ended: float, start: float, over: float) -> float:
-    """Returns the part of a prompt's time that lies between `start` and `over`."""
-    return max(0.0, min(ended, over) - max(began, start)) / (ended - began)
-
-
-def _ask(cue: Cue, url: str, node: Node, shared: list[bytes]) -> list[tuple[float, float]]:
-    """Asks for prompt after prompt. Returns the begin and the end of each (s, monotonic clock)."""
-    asked: list[tuple[float, float]] = []
+def _ask(cue: Cue, url: str, node: Node, shared: list[bytes]) -> list[Prompt]:
+    """Asks for prompt after prompt, and returns them."""
+    asked: list[Prompt] = []
     with ExitStack() as stack:
         clients = [stack.enter_context(Client(url, deadline_s=30.0, strict=True)) for _ in range(node.shards)]
         shards = [client.namespace(layout) for client, layout in zip(clients, node.layouts, strict=True)]
         while not (asked and cue.is_set()):
             new = [os.urandom(32) for _ in range(node.half)]
-            began = time.monotonic()
+            began, stored = time.monotonic(), 0
             for shard in shards:
                 expect(shard.lookup(shared + new), len(shared), "blocks found")
                 with shard.acquire(shared) as lease:
                     expect(len(lease), len(shared), "blocks leased")
-                _store(shard, new, shared[-1], node.step)
-            asked.append((began, time.monotonic()))
+                stored += _store(shard, new, shared[-1], node.step)
+            asked.append(Prompt(began, time.monotonic(), stored))
             cue.begin()
     return asked
 
 
-def _store(shard: Namespace, keys: list[bytes], parent: bytes | None, step: int) -> None:
-    data = np.zeros((step, shard.layout.block_bytes), np.uint8)
+def _store(shard: Namespace, keys: list[bytes], parent: bytes | None, step: int) -> int:
+    """Stores a chain up to the first block that finds no room. Returns the number of stored blocks."""
+    data, stored = np.zeros((step, shard.layout.block_bytes), np.uint8), 0
     for at in range(0, len(keys), step):
         batch = keys[at : at + step]
-        put = shard.put(batch, data[: len(batch)], parent)
-        expect(put.stored, len(batch), f"blocks stored ({put.why})")
+        stored += shard.put(batch, data[: len(batch)], parent).stored
+        if stored < at + len(batch):
+            break
         parent = batch[-1]
+    return stored
