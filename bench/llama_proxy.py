@@ -111,7 +111,8 @@ def _hit_s(served: Served, prompt: list[int], number: int) -> float:
 
 def _miss_s(served: Served, tokens: int, number: int) -> float:
     taken_s, (cached, _) = _stream(served, _tokens(tokens, -number - 1))
-    expect(cached <= 1, True, "nothing but the first token was there")
+    # By chance, some leading tokens are those of the prompt before.
+    expect(cached < _BLOCK, True, "hardly any token was there")
     return taken_s
 
 

@@ -18,7 +18,7 @@ class AdapterOptions:
     """The parsed options.
 
     `revision` names the weights of the models. `deadline_s` bounds every lookup, store and load.
-    `num_workers` threads load, and as many store.
+    `num_workers` threads load, and as many store. A large load is copied by as many in addition.
     """
 
     url: str = ""

@@ -115,6 +115,16 @@ def test_a_part_that_is_gone_is_the_whole_object(daemon: LocalDaemon, adapter_of
     assert load(adapter, keys, things(2, shape, fill=0)) == [1]
 
 
+@pytest.mark.parametrize("workers", [1, 3, 64])
+def test_a_large_load_is_done_in_parts(adapter_of: Make, model: str, workers: int) -> None:
+    adapter, keys, shape = adapter_of(num_workers=workers), names(model, 23), (2, 4, 1024, 64)
+    objects, some = things(23, shape), [i for i in range(23) if i not in (0, 7, 8, 15, 22)]
+    assert store(adapter, [keys[i] for i in some], [objects[i] for i in some]).is_successful()
+    out = things(23, shape, fill=0)
+    assert load(adapter, keys, out) == some
+    assert [bytes_of(out[i]) for i in some] == [bytes_of(objects[i]) for i in some]
+
+
 def test_a_lookup_without_forms_knows_those_that_were_stored(adapter_of: Make, model: str) -> None:
     """`lmcache bench l2` gives none."""
     adapter, keys = adapter_of(), names(model, 2)
