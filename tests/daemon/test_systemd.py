@@ -58,8 +58,10 @@ def test_installed_files_are_below_destdir_and_name_final_paths(tmp_path: Path) 
     units = {f"opt/kv/lib/systemd/system/{name}" for name in (*UNITS, *PRESERVE)}
     others = {"opt/kv/lib/sysusers.d/kvstore.conf", "opt/kv/lib/tmpfiles.d/kvstore.conf"}
     kept = "etc/kvstore/kvstore.toml"
-    assert files(tmp_path) == units | others | {kept, "opt/kv/bin/kvstore"}
-    assert os.readlink(tmp_path / "opt/kv/bin/kvstore") == "/opt/kv/lib/kvstore/bin/kvstore"
+    commands = ("kvstore", "kvstore-llama-proxy")
+    assert files(tmp_path) == units | others | {kept, *(f"opt/kv/bin/{name}" for name in commands)}
+    for name in commands:
+        assert os.readlink(tmp_path / "opt/kv/bin" / name) == f"/opt/kv/lib/kvstore/bin/{name}"
     for name in (*UNITS, *PRESERVE):
         text = (tmp_path / "opt/kv/lib/systemd/system" / name).read_text()
         assert not re.search(r"@[A-Z]+@", text)
