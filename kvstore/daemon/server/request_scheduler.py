@@ -318,7 +318,7 @@ class RequestScheduler:
     def _put(self, queue: ConnectionQueue, tenant: int, message: Any) -> None:
         if self._decoded[tenant] >= self.queued_requests and _refusable(message):
             self.refused += 1
-            if not message.id:
+            if not getattr(message, "id", 0):
                 return
             rate = self._rates.get(tenant, 1.0 / _UNIT_S)
             queue.peer.busy(message, max(_SOONEST_RETRY_S, self._to_run.waiting(0, tenant) / rate))
