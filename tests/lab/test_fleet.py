@@ -145,7 +145,7 @@ def test_the_same_seed_gives_the_same_fleet(load: Workload) -> None:
     rates = Rates(2000.0, 1e9, 1e9, 0.001)
     for routing in ROUTERS:
         tasks = [
-            task(5, routing, UNLIMITED, 60, rates=rates, copies=1.5, seed=seed, options={"policy": "hazard"})
+            task(5, routing, UNLIMITED, 60, rates=rates, copies=0.5, seed=seed, options={"policy": "hazard"})
             for seed in (1, 1, 2)
         ]
         one, again, other = same([play(load, each) for each in tasks])
@@ -502,6 +502,7 @@ def test_impossible_fleets_are_refused(tmp_path: Path, changes: dict[str, Any], 
 
 
 def test_decode_nodes_are_a_share_of_the_nodes(tmp_path: Path) -> None:
-    made = experiment(tmp_path, nodes=(2, 10), decode_share=0.3, networks=("unlimited",), copies_per_node=0.5)
+    fleets = {"nodes": (2, 10), "routings": ("random",), "networks": ("unlimited",), "capacity": "50%"}
+    made = experiment(tmp_path, decode_share=0.3, copies_per_node=0.1, **fleets)
     assert {each.nodes: each.decode_nodes for each in made.tasks} == {2: 1, 10: 3}
     assert {p.decode_nodes for p in made.report().points} == {1, 3}
