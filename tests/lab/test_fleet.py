@@ -35,6 +35,7 @@ from tests.lab.small import chats, prompts_of, workload
 
 BLOCK = 64 << 10
 INSTANT = Rates(inf, inf, inf, 0.0)
+SLOW = Rates(1.0, BLOCK * 4, BLOCK * 2, 0.1)
 NONE, UNLIMITED = NetworkSize("none", 0), NetworkSize("unlimited", None)
 PROMPTS = st.lists(st.lists(st.integers(0, 2), max_size=5), min_size=1, max_size=40)
 
@@ -84,19 +85,16 @@ def test_one_node_without_a_network_equals_a_replay(
 
 
 @pytest.mark.parametrize("network", [NONE, NetworkSize("9", 9), UNLIMITED])
-@pytest.mark.parametrize("routing", sorted(ROUTERS))
-@given(PROMPTS)
+@given(PROMPTS, st.sampled_from(sorted(ROUTERS)), st.sampled_from([INSTANT, SLOW]))
 def test_hits_and_computed_blocks_add_up(
-    routing: str, network: NetworkSize, prompts: list[list[int]]
+    network: NetworkSize, prompts: list[list[int]], routing: str, rates: Rates
 ) -> None:
     load = workload(prompts)
-    slow = Rates(1.0, BLOCK * 4, BLOCK * 2, 0.1)
-    for rates in (INSTANT, slow):
-        point = play(load, task(3, routing, network, 6, rates=rates))
-        assert sum_of(point) == load.accesses
-        assert hits(point) <= load.accesses - load.unique_blocks
-        assert point.network_read_bytes >= point.hits_by_tier["network"] * BLOCK
-        assert (point.network_written_bytes > 0) is (network is not NONE and load.accesses > 0)
+    point = play(load, task(3, routing, network, 6, rates=rates))
+    assert sum_of(point) == load.accesses
+    assert hits(point) <= load.accesses - load.unique_blocks
+    assert point.network_read_bytes >= point.hits_by_tier["network"] * BLOCK
+    assert (point.network_written_bytes > 0) is (network is not NONE and load.accesses > 0)
 
 
 @pytest.mark.parametrize("routing", sorted(ROUTERS))
