@@ -24,15 +24,13 @@ from llama_cpp.llama_cache import BaseLlamaCache
 from kvstore import Client, ExceptionBarrier, Key, chain_keys
 from kvstore.errors import MisuseError
 from kvstore_llamacpp import context
+from kvstore_llamacpp.blocks import common_prefix, load_blocks, store_blocks
 from kvstore_llamacpp.checks import check_call, check_model
 from kvstore_llamacpp.identity import layout_of
 from kvstore_llamacpp.state import NewState, State, StateError
 from kvstore_llamacpp.trial import try_prefix
 
 _logger = logging.getLogger(__name__)
-
-_PIECE_BYTES = 64 << 20
-"""The most bytes in transit between a state and the store."""
 
 
 @dataclass(slots=True)
@@ -99,7 +97,6 @@ class KVStoreCache(BaseLlamaCache):
         self._guard = ExceptionBarrier(_logger)
         self._form = try_prefix(llm)
         layout = layout_of(llm, self._form, block_tokens, revision)
-        self._block_bytes = layout.block_bytes
         self._ns = client.namespace(layout)
 
     @property
@@ -127,7 +124,7 @@ class KVStoreCache(BaseLlamaCache):
         self._start()
         self.last = Figures()
         with self._guard("restore"):
-            tokens, held = list(key), _common(self._llm._input_ids, key)
+            tokens, held = list(key), common_prefix(self._llm._input_ids, key)
             self.last = Figures(prompt_tokens=len(tokens), held_tokens=held)
             check_call(self._llm)
             if n := self._restore(tokens, held):
@@ -155,7 +152,7 @@ class KVStoreCache(BaseLlamaCache):
         if found * self._block_tokens <= held:
             return 0
         state = NewState(self._form, found * self._block_tokens)
-        arrived = self._fetch(keys[:found], state)
+        arrived = load_blocks(self._ns, keys[:found], state, self._left_s)
         n = arrived * self._block_tokens
         if n <= held:
             return 0
@@ -163,18 +160,6 @@ class KVStoreCache(BaseLlamaCache):
             state = self._shortened(state, arrived)
         context.replace(self._llm, state.raw, tokens[:n])
         return n
-
-    def _fetch(self, keys: Sequence[Key], state: NewState) -> int:
-        """Fills a state. Returns how many of its blocks have arrived."""
-        step = self._piece_blocks()
-        blocks = np.empty((min(step, len(keys)), self._block_bytes), np.uint8)
-        for at in range(0, len(keys), step):
-            piece = keys[at : at + step]
-            n = self._ns.get(piece, blocks[: len(piece)], deadline_s=self._left_s(), prompt=0)
-            state.fill(self._block_tokens, at, blocks[:n])
-            if n < len(piece):
-                return at + n
-        return len(keys)
 
     def _shortened(self, state: NewState, count: int) -> NewState:
         """Returns the state of the first `count` blocks of another."""
@@ -196,18 +181,10 @@ class KVStoreCache(BaseLlamaCache):
         if state.form != self._form:
             raise StateError("the state of the context has another form than at the start")
         keys = keys[: state.n_tokens // self._block_tokens]
-        while at < len(keys) and not self.last.denied_blocks:
-            piece = keys[at : at + self._piece_blocks()]
-            self._put(piece, at, state, tokens, keys[at - 1] if at else None)
-            at += len(piece)
-        self.last.denied_blocks += len(keys) - at
-
-    def _put(self, keys: Sequence[Key], at: int, state: State, tokens: list[int], parent: Key | None) -> None:
-        blocks, size = state.blocks(self._block_tokens, at, len(keys)), self._block_tokens
         # With a salt, tokens do not identify a block.
-        said = None if self._salt else tokens[at * size : (at + len(keys)) * size]
-        result = self._ns.put(keys, blocks, parent, self._left_s(), said)
-        self._stored_bytes += result.stored * self._block_bytes
+        said = None if self._salt else tokens
+        result = store_blocks(self._ns, keys, at, state, said, self._left_s)
+        self._stored_bytes += result.stored * self._ns.layout.block_bytes
         self.last.stored_blocks += result.stored
         self.last.present_blocks += result.present
         self.last.denied_blocks += result.denied
@@ -225,13 +202,3 @@ class KVStoreCache(BaseLlamaCache):
     def _left_s(self) -> float:
         # A deadline of 0 would be misuse.
         return max(0.001, self._ends_s - time.monotonic())
-
-    def _piece_blocks(self) -> int:
-        return max(1, _PIECE_BYTES // self._block_bytes)
-
-
-def _common(held: Any, tokens: Sequence[int]) -> int:
-    """Returns the length of the longest common prefix."""
-    n = min(len(held), len(tokens))
-    differ = np.flatnonzero(np.asarray(held[:n]) != np.asarray(tokens[:n]))
-    return int(differ[0]) if len(differ) else n

@@ -234,6 +234,7 @@ class KVStoreAdapter(L2AdapterInterface):
 
 
 def _read_part(namespace: Namespace, keys: list[bytes], views: list[memoryview], ends: float) -> list[bool]:
+    """Reads blocks into memory until a monotonic time. Returns which were there and proved right."""
     good = [False] * len(views)
     at = 0
     while at < len(views) and (left_s := ends - time.monotonic()) > 0:

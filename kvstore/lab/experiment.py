@@ -74,6 +74,22 @@ def workload_of(trace: Trace, block_tokens: int | None, loop: ClosedLoop | None)
     return of_chats(trace, trace.block_tokens if block_tokens is None else block_tokens)
 
 
+def trace_info(trace: Trace, w: Workload, best_ratio: float) -> TraceInfo:
+    """Describes a trace for a report. `best_ratio`: the hit ratio of a cache that holds every block."""
+    return TraceInfo(
+        name=trace.path.name,
+        digest=w.digest(),
+        kind=trace.kind,
+        requests=w.requests,
+        accesses=w.accesses,
+        unique_blocks=w.unique_blocks,
+        input_tokens=int(w.input_tokens.sum()),
+        duration_s=w.duration_s,
+        skipped_lines=len(trace.skipped),
+        best_hit_ratio=best_ratio,
+    )
+
+
 class Experiment:
     """Reads a trace and replays it.
 
@@ -131,7 +147,7 @@ class Experiment:
         settings = ReplaySettings(
             self.workload.block_tokens, self.block_bytes, self._placement, self._model_name, **loop
         )
-        return Report(self._trace_info(), settings, points, bounds)
+        return Report(trace_info(self._trace, self.workload, self.best_ratio), settings, points, bounds)
 
     def parse(self, capacity: str) -> Capacities:
         """Parses a capacity. Percentages are of this trace's unique blocks."""
@@ -144,18 +160,3 @@ class Experiment:
     def ratio(self, blocks: int) -> float:
         """Returns the token hit ratio of `blocks` served blocks."""
         return blocks * self.workload.block_tokens / max(1, int(self.workload.input_tokens.sum()))
-
-    def _trace_info(self) -> TraceInfo:
-        w = self.workload
-        return TraceInfo(
-            name=self._trace.path.name,
-            digest=w.digest(),
-            kind=self._trace.kind,
-            requests=w.requests,
-            accesses=w.accesses,
-            unique_blocks=w.unique_blocks,
-            input_tokens=int(w.input_tokens.sum()),
-            duration_s=w.duration_s,
-            skipped_lines=len(self._trace.skipped),
-            best_hit_ratio=self.best_ratio,
-        )

@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvstore import Key
+from kvstore_llamacpp.blocks import common_prefix
 from kvstore_llamacpp.proxy.figures import Figures
 from kvstore_llamacpp.proxy.llama_server.http_client import Headers, NoAnswerError, ask
 from kvstore_llamacpp.proxy.prompts import Prompt
 from kvstore_llamacpp.proxy.rates import Rates
-from kvstore_llamacpp.proxy.slots import NO_TOKENS, Slot, SlotPool, Tokens, common
+from kvstore_llamacpp.proxy.slots import NO_TOKENS, Slot, SlotPool, Tokens
 from kvstore_llamacpp.proxy.store import SlotStore
 
 _logger = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ class Completions:
 
         Returns the number of tokens from the store; 0 if the slot is as before, or empty.
         """
-        size, held = self._store.block_tokens, common(slot.tokens, tokens)
+        size, held = self._store.block_tokens, common_prefix(slot.tokens, tokens)
         if len(tokens) - held < size or self._store.away:
             return 0
         keys, found = await self._run(self._find, tokens)

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_llamacpp.blocks import common_prefix
+
 Tokens = npt.NDArray[np.int32]
 NO_TOKENS: Tokens = np.zeros(0, np.int32)
 
@@ -100,12 +102,5 @@ class SlotPool:
 
 def _shared(held: Tokens, tokens: Sequence[int] | Tokens) -> int:
     """Returns the length of a common prefix that is worth a slot with another prompt behind it; else 0."""
-    n = common(held, tokens)
+    n = common_prefix(held, tokens)
     return n if n >= _LEAST_SHARE * len(tokens) else 0
-
-
-def common(held: Tokens, tokens: Sequence[int] | Tokens) -> int:
-    """Returns the length of the longest common prefix."""
-    n = min(len(held), len(tokens))
-    differ = np.flatnonzero(held[:n] != np.asarray(tokens[:n]))
-    return int(differ[0]) if len(differ) else n

@@ -13,13 +13,11 @@ import numpy as np
 
 from kvstore import Client, ExceptionBarrier, Key, Layout, chain_keys
 from kvstore_llamacpp import slot_file
+from kvstore_llamacpp.blocks import load_blocks, store_blocks
 from kvstore_llamacpp.slot_file import Tokens
 from kvstore_llamacpp.state import Bytes, NewState, State, StateError, StateForm
 
 _logger = logging.getLogger(__name__)
-
-_PIECE_BYTES = 64 << 20
-"""The most bytes in transit between a file and the store."""
 
 _PAUSE_S = 2.0
 """The time without stores after one that was denied: each would cost a copy of the whole slot."""
@@ -97,7 +95,7 @@ class SlotStore:
     def _load(self, keys: Sequence[Key], tokens: Sequence[int], path: Path) -> int:
         ends_s = time.monotonic() + self._deadline_s
         state = self._new(tokens[: len(keys) * self.block_tokens], path)
-        arrived = self._fetch(keys, state, ends_s)
+        arrived = load_blocks(self._ns, keys, state, lambda: _left_s(ends_s))
         if 0 < arrived < len(keys):
             self._shorten(state, tokens, arrived, path)
         return arrived * self.block_tokens
@@ -105,18 +103,6 @@ class SlotStore:
     def _new(self, tokens: Sequence[int], path: Path) -> NewState:
         head = slot_file.head_of(tokens)
         return NewState(self._form, len(tokens), head, lambda nbytes: _new_file(path, nbytes))
-
-    def _fetch(self, keys: Sequence[Key], state: NewState, ends_s: float) -> int:
-        """Fills a state. Returns how many of its blocks have arrived."""
-        step = self._piece_blocks()
-        blocks = np.empty((min(step, len(keys)), self.block_bytes), np.uint8)
-        for at in range(0, len(keys), step):
-            piece = keys[at : at + step]
-            n = self._ns.get(piece, blocks[: len(piece)], deadline_s=_left_s(ends_s), prompt=0)
-            state.fill(self.block_tokens, at, blocks[:n])
-            if n < len(piece):
-                return at + n
-        return len(keys)
 
     def _shorten(self, state: NewState, tokens: Sequence[int], arrived: int, path: Path) -> None:
         """Replaces a file by that of its first blocks."""
@@ -143,22 +129,10 @@ class SlotStore:
         return stored
 
     def _put_all(self, stored: Stored, state: State) -> None:
-        ends_s, size = time.monotonic() + self._deadline_s, self.block_tokens
-        keys = self.keys(stored.tokens)
-        at = stored.present = self._ns.lookup(keys, _left_s(ends_s), prompt=0)
-        while at < len(keys) and not stored.denied:
-            piece = keys[at : at + self._piece_blocks()]
-            blocks = state.blocks(size, at, len(piece))
-            said = stored.tokens[at * size : (at + len(piece)) * size].tolist()
-            result = self._ns.put(piece, blocks, keys[at - 1] if at else None, _left_s(ends_s), said)
-            stored.stored += result.stored
-            stored.present += result.present
-            stored.denied += result.denied
-            at += len(piece)
-        stored.denied += len(keys) - at
-
-    def _piece_blocks(self) -> int:
-        return max(1, _PIECE_BYTES // self.block_bytes)
+        ends_s, keys = time.monotonic() + self._deadline_s, self.keys(stored.tokens)
+        at = self._ns.lookup(keys, _left_s(ends_s), prompt=0)
+        result = store_blocks(self._ns, keys, at, state, stored.tokens.tolist(), lambda: _left_s(ends_s))
+        stored.stored, stored.present, stored.denied = result.stored, at + result.present, result.denied
 
 
 def _new_file(path: Path, nbytes: int) -> Bytes:

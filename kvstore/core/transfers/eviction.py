@@ -196,12 +196,16 @@ class Eviction(Job):
 
     def _lower_tier_takes(self, tier: int, pool: SlotPool) -> bool:
         """Returns whether a lower tier takes blocks of this pool, now or later."""
-        return any(
-            t.device.takes_writes
-            and (t.growing or (t.extents.ready and t.extents.slots_in(pool.slot_bytes)))
-            and t.extents.holdings.limit_of(pool.tenant) >= pool.slot_bytes
-            and not self._is_stuck(n, pool)
-            for n, t in ((n, self._r.tiers[n]) for n in self._r.topology.below[tier])
+        return any(self._takes(target, pool) for target in self._r.topology.below[tier])
+
+    def _takes(self, target: int, pool: SlotPool) -> bool:
+        state = self._r.tiers[target]
+        extents, size = state.extents, pool.slot_bytes
+        return (
+            state.device.takes_writes
+            and (state.growing or (bool(extents.ready) and extents.slots_in(size) > 0))
+            and extents.holdings.limit_of(pool.tenant) >= size
+            and not self._is_stuck(target, pool)
         )
 
     def _is_stuck(self, target: int, pool: SlotPool) -> bool:

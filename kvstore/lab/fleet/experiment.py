@@ -15,13 +15,12 @@ from kvstore.core.policy.admission import Rule
 from kvstore.errors import MisuseError
 from kvstore.lab.capacity import parse_capacities
 from kvstore.lab.closed_loop import ClosedLoop
-from kvstore.lab.experiment import check_node, loop_of, workload_of
+from kvstore.lab.experiment import check_node, loop_of, trace_info, workload_of
 from kvstore.lab.fleet.load import common_blocks
 from kvstore.lab.fleet.network_tier import NetworkSize
 from kvstore.lab.fleet.report import FleetReport, FleetSettings
 from kvstore.lab.fleet.routing import ROUTERS
 from kvstore.lab.fleet.simulation import FleetTask, Rates, play
-from kvstore.lab.report import TraceInfo
 from kvstore.lab.sweep import Progress, run_all
 from kvstore.lab.traces import Trace
 from kvstore.tiers.network.objects import HEADER_BYTES
@@ -141,7 +140,9 @@ class FleetExperiment:
         tasks = [self.tasks[i] for i in order]
         points = run_all(play, self.workload, tasks, self.options.processes, progress)
         in_order = [point for _, point in sorted(zip(order, points, strict=True), key=lambda pair: pair[0])]
-        return FleetReport(self._trace_info(), self._settings(), in_order)
+        w = self.workload
+        best = (w.accesses - w.unique_blocks) * w.block_tokens / max(1, int(w.input_tokens.sum()))
+        return FleetReport(trace_info(self._trace, w, best), self._settings(), in_order)
 
     def _task(self, nodes: int, routing: str, network: str) -> FleetTask:
         o, copies = self.options, self.options.copies_of(nodes)
@@ -177,22 +178,6 @@ class FleetExperiment:
                     f"and computed in {1000 * compute_s:.0f} ms",
                     "blocks that load more slowly than they are computed are misses: leave this tier out",
                 )
-
-    def _trace_info(self) -> TraceInfo:
-        w = self.workload
-        tokens = int(w.input_tokens.sum())
-        return TraceInfo(
-            name=self._trace.path.name,
-            digest=w.digest(),
-            kind=self._trace.kind,
-            requests=w.requests,
-            accesses=w.accesses,
-            unique_blocks=w.unique_blocks,
-            input_tokens=tokens,
-            duration_s=w.duration_s,
-            skipped_lines=len(self._trace.skipped),
-            best_hit_ratio=(w.accesses - w.unique_blocks) * w.block_tokens / max(1, tokens),
-        )
 
     def _settings(self) -> FleetSettings:
         o, w = self.options, self.workload

@@ -8,28 +8,13 @@ import pytest
 from llama_cpp import Llama
 
 from kvstore import Client
-from kvstore.lab.local_daemon import LocalDaemon
 from kvstore_llamacpp import KVStoreCache
-from tests.engines import stores
-from tests.engines.gguf_models import BLOCK, MODELS, write_model
+from tests.engines import gguf_fixtures, stores
+from tests.engines.gguf_models import BLOCK
 from tests.engines.llamacpp.models import loaded
 
 client, own_daemon, salt = stores.client, stores.own_daemon, stores.salt
-
-ROOMY = {"dram": {"limit": "1GiB", "huge_pages": False}}
-"""Blocks of each size need an extent of 64 MiB of their own. Models and types of KV make ten sizes."""
-
-
-@pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    return {name: write_model(folder / f"{name}.gguf", name) for name in MODELS}
-
-
-@pytest.fixture(scope="session")
-def daemon() -> Iterator[LocalDaemon]:
-    with LocalDaemon(ROOMY) as served:
-        yield served
+models, daemon = gguf_fixtures.models, gguf_fixtures.daemon
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from llama_cpp import Llama
 from kvstore import Client
 from kvstore.client.presence_tables import HEARD_S
 from kvstore.lab.local_daemon import LocalDaemon
-from kvstore_llamacpp import KVStoreCache, cache, context
+from kvstore_llamacpp import KVStoreCache, blocks, context
 from kvstore_llamacpp.state import State
 from tests.daemons import eventually
 from tests.engines.gguf_models import BLOCK, tokens
@@ -61,7 +61,7 @@ def test_absent(tmp_path: Path, plain: Make, alone: dict[int, Any]) -> None:
 def test_no_request_follows_a_denial(
     tmp_path: Path, plain: Make, alone: dict[int, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "_PIECE_BYTES", 1)
+    monkeypatch.setattr(blocks, "_PIECE_BYTES", 1)
     with Client(f"unix://{tmp_path}/none.sock") as client:
         llm = with_cache(plain(), client)
         real, puts = llm.cache._ns.put, []

@@ -19,7 +19,7 @@ from llama_cpp import Llama
 from kvstore import Client
 from kvstore.errors import MisuseError
 from kvstore.lab.local_daemon import LocalDaemon
-from kvstore_llamacpp import Figures, KVStoreCache, cache
+from kvstore_llamacpp import Figures, KVStoreCache, blocks
 from tests.engines.gguf_models import BLOCK, MODELS, WINDOW, tokens
 from tests.engines.llamacpp.models import KINDS, answer, loaded, same, split_answer
 
@@ -36,12 +36,12 @@ def test_every_boundary(cached: Make, plain: Make, name: str, kind: str) -> None
     first = cached(name, **KINDS[kind])
     answer(first, PROMPT)
     assert first.cache.last.denied_blocks == 0
-    for blocks in (1, 3, 8):
+    for n in (1, 3, 8):
         llm = cached(name, **KINDS[kind])
-        prompt = PROMPT[: blocks * BLOCK] + tokens(BLOCK, seed=blocks)
+        prompt = PROMPT[: n * BLOCK] + tokens(BLOCK, seed=n)
         given = answer(llm, prompt)
-        assert llm.cache.last.restored_tokens == blocks * BLOCK, llm.cache.last
-        assert same(given, split_answer(reference, prompt, blocks * BLOCK, PROMPT))
+        assert llm.cache.last.restored_tokens == n * BLOCK, llm.cache.last
+        assert same(given, split_answer(reference, prompt, n * BLOCK, PROMPT))
 
 
 def test_no_prefix_the_whole_and_a_part(cached: Make, plain: Make) -> None:
@@ -49,7 +49,7 @@ def test_no_prefix_the_whole_and_a_part(cached: Make, plain: Make) -> None:
     assert same(answer(llm, PROMPT), split_answer(reference, PROMPT, 0))
     # 12 tokens were sampled, and the last of them was no input: 131 + 11 tokens.
     assert llm.cache.last == Figures(prompt_tokens=131, stored_blocks=8)
-    assert llm.cache.cache_size == 8 * llm.cache._block_bytes
+    assert llm.cache.cache_size == 8 * llm.cache._ns.layout.block_bytes
     assert PROMPT in llm.cache
     assert tokens(40, seed=5) not in llm.cache
 
@@ -161,7 +161,7 @@ def test_zeroed_blocks_give_another_answer(
 
 
 def test_blocks_that_take_many_pieces(cached: Make, plain: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "_PIECE_BYTES", 1)
+    monkeypatch.setattr(blocks, "_PIECE_BYTES", 1)
     answer(cached(), PROMPT)
     llm = cached()
     assert same(answer(llm, PROMPT), split_answer(plain(), PROMPT, 128))

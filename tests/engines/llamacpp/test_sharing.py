@@ -35,7 +35,7 @@ def test_a_shared_prompt_is_stored_once(plain: Make, own_daemon: LocalDaemon) ->
             assert cache.last.present_blocks == (10 if number else 0)
         status = client.status()
     assert (status["namespaces"], status["blocks"]) == (1, 10 + 10 * 3)
-    assert status["tenants"][0]["tiers"][0]["used_bytes"] == 40 * cache._block_bytes
+    assert status["tenants"][0]["tiers"][0]["used_bytes"] == 40 * cache._ns.layout.block_bytes
     assert not cache.failures
 
 

@@ -6,34 +6,19 @@ from pathlib import Path
 import pytest
 
 from kvstore.lab.local_daemon import LocalDaemon
-from tests.engines import stores
-from tests.engines.gguf_models import MODELS, write_model
+from tests.engines import gguf_fixtures, stores
 from tests.engines.llamaserver.build import why_not
 from tests.engines.llamaserver.serving import Served, alone, proxied
 from tests.programs import SKIP_NOTHING
 
 own_daemon = stores.own_daemon
-
-ROOMY = {"dram": {"limit": "1GiB", "huge_pages": False}}
-"""Blocks of each size need an extent of 64 MiB of their own."""
+models, daemon = gguf_fixtures.models, gguf_fixtures.daemon
 
 
 @pytest.fixture(scope="session", autouse=True)
 def built() -> None:
     if reason := why_not():
         (pytest.fail if SKIP_NOTHING else pytest.skip)(reason)
-
-
-@pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    return {name: write_model(folder / f"{name}.gguf", name) for name in MODELS}
-
-
-@pytest.fixture(scope="session")
-def daemon() -> Iterator[LocalDaemon]:
-    with LocalDaemon(ROOMY) as served:
-        yield served
 
 
 @pytest.fixture(scope="module")

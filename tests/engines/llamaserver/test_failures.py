@@ -310,8 +310,8 @@ def test_a_prefix_that_arrives_in_part_is_restored_in_part(
     """The last two of five blocks are late."""
     late = (
         "from kvstore_llamacpp.proxy import store\n"
-        "real = store.SlotStore._fetch\n"
-        "store.SlotStore._fetch = lambda self, keys, state, ends_s: real(self, keys[:3], state, ends_s)\n"
+        "real = store.load_blocks\n"
+        "store.load_blocks = lambda ns, keys, state, left_s: real(ns, keys[:3], state, left_s)\n"
     )
     with proxied(models["llama"], tmp_path, own_daemon.url) as proxy:
         assert proxy.text(PROMPT) == direct.text(PROMPT)
