@@ -1,14 +1,15 @@
 """Writes the records of blocks on NVMe. A record never precedes its bytes.
 
 One thread writes. It takes all waiting changes, syncs the data, commits the records in one transaction, and
-then reports: single puts when idle, groups under load. Records are only read at start-up. Not covered here:
-data (`slabs.py`) and the form of records (`records.py`, `store.py`).
+then reports: single puts when idle, groups under load, because it rests between groups. Records are only read
+at start-up. Not covered here: data (`slabs.py`) and the form of records (`records.py`, `store.py`).
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,6 +36,9 @@ _log = logging.getLogger(__name__)
 
 GROUP_RECORDS = 8192
 WAITING_RECORDS = 1 << 17
+_REST_S = 0.005
+"""The least time between the starts of two groups. Syncs and commits cost as much for one put as for many."""
+_MOST_WAITING = 64  # changes, which end a rest
 
 Sync: TypeAlias = Callable[[], None]
 Done: TypeAlias = Callable[[Exception | None], None]
@@ -89,8 +93,10 @@ class Journal:
         self._queue: deque[_Operation] = deque()
         self._waiting_records = 0
         self._closing = False
+        self._rests_until = 0.0
+        self._resting = False
         self._owed: Changes = _empty()
-        self._wake = wake or self._ready.notify
+        self._wake = wake or self._wake_writer
         self._writer = threading.Thread(target=self._write, name="kvstore-journal", daemon=True)
         if wake is None:
             self._writer.start()
@@ -203,10 +209,20 @@ class Journal:
             self.step()
 
     def _wait(self) -> bool:
-        """Waits for work. Returns False once closed and drained."""
+        """Waits for work and for the end of a rest. Returns False once closed and drained."""
         with self._ready:
             self._ready.wait_for(lambda: self._queue or self._closing)
+            rest_s = self._rests_until - time.monotonic()
+            if rest_s > 0:
+                self._resting = True
+                self._ready.wait_for(lambda: len(self._queue) >= _MOST_WAITING or self._closing, rest_s)
+                self._resting = False
+            self._rests_until = time.monotonic() + _REST_S
             return bool(self._queue)
+
+    def _wake_writer(self) -> None:
+        if not self._resting or len(self._queue) >= _MOST_WAITING:
+            self._ready.notify()
 
     def step(self) -> bool:
         """Writes one group of waiting changes and reports it. Returns False if nothing waited."""
