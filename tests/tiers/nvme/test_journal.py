@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -288,6 +289,27 @@ class TestOrder:
         journal.drain()
         assert calls == ["one", "two"]
         assert list(answers.told) == ["0", "1", "2", "3", "4"]
+
+    @pytest.mark.parametrize("ends", ["time", "many", "close"])
+    def test_the_writer_rests_between_groups(
+        self, tmp_path: Path, answers: Answers, monkeypatch: pytest.MonkeyPatch, ends: str
+    ) -> None:
+        rest_s, most = 1.0 if ends == "time" else 1000.0, 4 if ends == "many" else 1000
+        monkeypatch.setattr(journal_module, "_REST_S", rest_s)
+        monkeypatch.setattr(journal_module, "_MOST_WAITING", most)
+        syncs: list[float] = []
+        sync = lambda: syncs.append(time.monotonic())  # noqa: E731
+        journal = Journal.open(tmp_path / "tier", MIB)
+        journal.put(batch(b"first"), sync, answers.named("first"))
+        answers.wait("first")  # at once: there was nothing to rest from
+        for i in range(4):
+            journal.put(batch(b"%d" % i), sync, answers.named(str(i)))
+        if ends == "close":
+            journal.close()
+        answers.wait("0", "1", "2", "3")
+        assert len(syncs) == 2, "one group for all that came during the rest"
+        assert (syncs[1] - syncs[0] >= 0.9) == (ends == "time")
+        journal.close()
 
     @pytest.mark.parametrize("grouped", [True, False])
     def test_the_last_word_on_a_key_counts(self, journal: Journal, grouped: bool) -> None:
