@@ -138,6 +138,8 @@ class Daemon:
                 namespaces=names,
                 encrypts=lambda tenant: keys.are_wanted_by(authenticator.name(tenant)),
                 event_log=log,
+                random_bits=random_bits,
+                clock=clock,
             )
             quotas.listeners.append(self.network.set_tenant)
             core.on(ac.OfferBlocks, self.network.uploads.offer)
@@ -154,6 +156,10 @@ class Daemon:
         self.deletion = Deletion(
             durable, catalog, names, authenticator, quotas, keys, log, in_use, delete, forget
         )
+        if self.network is not None:
+            self.network.epochs.delete_here = self.deletion.forget_here
+            self.network.epochs.record = catalog.record
+            catalog.on_opened = self.network.epochs.ask
 
         # Listeners of stored blocks
         self.waits = Waits(core, names, self.network)

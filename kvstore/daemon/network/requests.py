@@ -31,7 +31,6 @@ from kvstore.daemon.network.uploads import Uploads
 from kvstore.daemon.runtime.executor import Executor
 from kvstore.daemon.runtime.ports import Requester
 from kvstore.daemon.tenancy.namespaces import NamespaceEntry
-from kvstore.tiers.network.base import Name
 from kvstore.types import slot_bytes
 
 Positions: TypeAlias = npt.NDArray[np.int64]
@@ -96,8 +95,7 @@ class NetworkRequests:
         self, event: ev.Contains, namespace: NamespaceEntry, here: ac.Presence, until: float
     ) -> ac.Presence:
         absent = np.flatnonzero(~here.mask)
-        names = [Name(namespace.fingerprint, event.keys[i]) for i in absent.tolist()]
-        here.mask[absent] = await self._existence.probe(names, until)
+        here.mask[absent] = await self._existence.mask(namespace, _keys_at(event.keys, absent), until)
         return here
 
     def acquire(
@@ -162,6 +160,24 @@ class NetworkRequests:
         self._downloads.start(namespace, missing[:n], parent, event.tenant, PREFETCH, 0.0)
         return ac.Answer(event.request, _leading_with(absent, n, event.keys.n))
 
+    def reserve(
+        self, requester: Requester, request: int, event: ev.Reserve, namespace: NamespaceEntry
+    ) -> None:
+        """Reserves slots once the epoch of the namespace is known, if it can be read by the deadline.
+
+        Blocks that are stored before may be older than the epoch, and would be deleted.
+        """
+        if self._eligibility.awaits_epoch(namespace) and self._tasks.has_room(requester):
+            self._start(requester, request, namespace, self._reserve(event, namespace))
+        else:
+            self._core.ask(requester, request, event)
+
+    async def _reserve(self, event: ev.Reserve, namespace: NamespaceEntry) -> Any:
+        left_s = event.deadline - RESERVE_S - self._core.now()
+        await self._eligibility.knows_epoch(namespace, min(left_s, self._executor.timeout_s))
+        event.namespace = namespace.number  # its blocks may have been deleted meanwhile
+        return await ask(self._core, event)
+
     def hand_off(
         self,
         requester: Requester,
@@ -181,6 +197,8 @@ class NetworkRequests:
         requester.answer(request, ac.Deny(request, f"the blocks cannot be handed off: {why}", hint))
 
     async def _hand_off(self, namespace: NamespaceEntry, keys: Keys, tenant: int, until: float) -> ac.Answer:
+        if not await self._eligibility.knows_epoch(namespace, until - RESERVE_S - self._core.now()):
+            return ac.Answer(0, 0)
         stored = self._core.view.stored(namespace.number, keys)
         uploads = self._uploads.start(namespace, [keys[i] for i in range(stored)], tenant, DEMAND)
         await self._wait(uploads, until)

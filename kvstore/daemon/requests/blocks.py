@@ -183,10 +183,13 @@ def suspect(session: Session, q: m.Suspect) -> None:
 
 def reserve(session: Session, q: m.Reserve) -> None:
     """Reserves slots for keys that are not stored, and keeps the blocks' tokens for KV events."""
-    namespace, event = _named(session, q)
-    if q.tokens and not session.services.kv_events.add_tokens(namespace, event.keys, q.tokens):
+    services, (namespace, event) = session.services, _named(session, q)
+    if q.tokens and not services.kv_events.add_tokens(namespace, event.keys, q.tokens):
         raise DeniedError(f"{len(q.tokens) // 4} tokens for {event.keys.n} blocks", "see Layout.block_tokens")
-    session.services.core.ask(session, q.id, event)
+    if services.network is None:
+        services.core.ask(session, q.id, event)
+    else:
+        services.network.requests.reserve(session, q.id, event, namespace)
 
 
 def invalidate(session: Session, q: m.Invalidate) -> None:

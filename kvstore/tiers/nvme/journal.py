@@ -27,6 +27,7 @@ from kvstore.tiers.nvme.store import (
     Loaded,
     Namespace,
     RecordStore,
+    epoch_item,
     pack_extent,
 )
 
@@ -146,8 +147,12 @@ class Journal:
             self._enqueue(_Deletion(places))
 
     def put_namespace(self, ns_id: int, namespace: Namespace) -> None:
-        """Records the namespace of an id, no later than any later put."""
+        """Records the namespace of an id, no later than any later put.
+
+        Its epoch, too: one record for all ids of the fingerprint, which `delete_namespace` keeps.
+        """
         self._change("namespaces", {ID.pack(ns_id): namespace.pack()})
+        self._change("meta", epoch_item(namespace))
 
     def delete_namespace(self, ns_id: int) -> None:
         """Deletes the namespace of an id, but not its blocks."""

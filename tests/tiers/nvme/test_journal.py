@@ -11,10 +11,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lmdb
+import msgpack
 import numpy as np
 import pytest
 
@@ -194,6 +196,30 @@ class TestKeeping:
             assert column.tolist() == [getattr(records, name)[i] for i in order], name
             assert column.dtype.isnative
             assert column.flags.c_contiguous
+
+    def test_epochs_survive_a_reopen_and_older_daemons_read_the_namespaces(self, tmp_path: Path) -> None:
+        layout = {"model": "m", "block_bytes": 65536}
+        first = Namespace("one", layout, bytes(16), epoch=b"e" * 16)
+        second = Namespace("one", layout, bytes(range(16)))
+        journal = Journal.open(tmp_path, MIB)
+        journal.put_namespace(1, replace(first, epoch=b"f" * 16))
+        journal.put_namespace(2, first)
+        journal.delete_namespace(1)
+        journal.put_namespace(3, second)
+        journal.drain()
+        assert journal.load().namespaces == {2: first, 3: second}
+        journal.renew(journal.load())
+        journal.close()
+        with lmdb.open(str(tmp_path / "records"), max_dbs=5, readonly=True) as env, env.begin() as txn:
+            found = dict(txn.cursor(env.open_db(b"namespaces", txn, create=False)))
+        assert [len(msgpack.unpackb(value)) for value in found.values()] == [6, 6], "they refuse a seventh"
+        again = Journal.open(tmp_path, MIB)
+        assert again.load().namespaces == {2: first, 3: second}
+        again.put_namespace(4, replace(first, epoch=b""))
+        again.delete_namespace(2)
+        again.drain()
+        assert again.load().namespaces == {4: replace(first, epoch=b""), 3: second}, "it is unknown again"
+        again.close()
 
     def test_blocks_of_one_age_come_by_version(self, journal: Journal) -> None:
         for version in (3, 1, 2):
