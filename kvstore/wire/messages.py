@@ -23,7 +23,7 @@ import msgpack
 from kvstore.errors import LocalProtocolError, RemoteProtocolError
 from kvstore.types import MAX_KEY_BYTES, MOST_TIERS
 
-VERSION = 12
+VERSION = 13
 """The newest version of the wire."""
 OLDEST = 7
 """The oldest supported version. New fields are added at the end of a message, `_since` a version. No field
@@ -562,6 +562,23 @@ class BlocksRead:
 
     def validate(self) -> None:
         _check_keys(self.key_bytes, self.keys)
+
+
+# -- traces
+
+
+@_message(45)
+class TraceContext:
+    """Names the span that caused the next message, which has the number `request`. Since version 13.
+
+    Sent only for sampled spans. `trace`: 16 bytes, `span`: 8 bytes, `flags`: 1 byte, as in W3C Trace Context.
+    A daemon ignores other values, because no request may fail for its trace, and all if it exports no traces.
+    """
+
+    request: int
+    trace: bytes
+    span: bytes
+    flags: int
 
 
 # -- operators

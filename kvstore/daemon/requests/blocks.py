@@ -50,7 +50,8 @@ def lookup(session: Session, q: m.Lookup) -> None:
     if services.network is None:
         services.core.ask(session, q.id, event)
     else:
-        services.network.requests.lookup(session, q.id, event, namespace, session.deadline(q.timeout_s))
+        until = session.deadline(q.timeout_s)
+        services.network.requests.lookup(session, q.id, event, namespace, until, session.trace(q.id))
 
 
 def looked_up(session: Session, q: m.LookedUp) -> None:
@@ -146,6 +147,9 @@ def acquire_woken(session: Session, woken: WokenAcquire) -> None:
         session.deny(q.id, absent.message, absent.hint)
         return
     event.namespace = namespace.number
+    if (trace := session.trace(q.id)) is not None:
+        trace.mark("wait")
+        trace.last = "copies"
     _acquire_now(session, q, event, namespace)
 
 
@@ -154,7 +158,8 @@ def _acquire_now(session: Session, q: m.Acquire, event: ev.Acquire, namespace: N
     if services.network is None:
         services.core.ask(session, q.id, event)
     else:
-        services.network.requests.acquire(session, q.id, event, namespace, fresh=q.wait_s > 0)
+        trace = session.trace(q.id)
+        services.network.requests.acquire(session, q.id, event, namespace, q.wait_s > 0, trace)
 
 
 def release(session: Session, q: m.Release) -> None:
