@@ -67,7 +67,7 @@ class NvmeTier:
         self.keys = keys
         self.engine = BounceBufferEngine(engine)
         self._slots = SlotMap(slabs, self.engine)
-        self.reader = BlockReader(self._slots, self.engine)
+        self.reader = BlockReader(self._slots, self.engine, slabs.folder)
         self.writer = BlockWriter(self._slots, slabs, journal, self.engine, clock)
         self._count = limit_bytes // self.extent_bytes
         self._missing = list(range(self._count))
