@@ -37,7 +37,7 @@ _COLUMNS = [
 ]
 
 NewDeviceArgument = Annotated[
-    str, Argument(metavar="NAME", help="Name of the new device; begins with nvme: nvme1. nvme: nvme.path.")
+    str, Argument(metavar="NAME", help="Name of the new device: nvme for nvme.path; nvme1 for another one.")
 ]
 
 

@@ -107,6 +107,8 @@ async def _wait(daemon: Daemon, threads: Sequence[threading.Thread], ends: float
 def _close(daemon: Daemon, name: str, state: ReuseState) -> None:
     if name == daemon.policy_state.device:
         daemon.policy_state.save(state)
+    elif (folder := daemon.config().nvme.paths.get(name)) is not None:
+        daemon.policy_state.discard_in(folder)  # an older one, from before another device was added
     daemon.tiers.devices[name].close()
 
 

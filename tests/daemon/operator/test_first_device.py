@@ -307,6 +307,11 @@ def test_reuse_statistics_move_to_a_device_that_is_left(second: Path, tmp_path: 
         assert new.exists()
         daemon.start()
         assert "reuse statistics" not in log_of(daemon)
+        client.control("change", patch={"nvme": {"path": str(old.parent)}})
+        eventually(lambda: not left(client))
+        daemon.stop()
+        assert old.exists()
+        assert not new.exists(), "only one, which the deletion of a tenant deletes"
 
 
 # -- over REST, and by commands
