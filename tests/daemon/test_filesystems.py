@@ -84,7 +84,7 @@ def test_dram_is_served_while_the_file_system_fails_and_nothing_committed_is_los
             assert f"a write in {disk.folder}/nvme/slabs failed: " in log
             assert "nvme: Writes to a device are suspended" in log
             why = "Read-only file system" if readable else "Input/output error"
-            with pytest.raises(DeniedError, match=f"it could not be recorded: .*{why} .see dmesg"):
+            with pytest.raises(DeniedError, match=f"it could not be recorded: .*{why} .is there room"):
                 ns.invalidate(new[:10])
             assert got(ns, new[:10]) == 0, "misses now, though they may come back"
             assert "Traceback" not in log_of(daemon)

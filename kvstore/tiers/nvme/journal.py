@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-import lmdb
-
 from kvstore.errors import TierError
 from kvstore.tiers.nvme.generations import History
 from kvstore.tiers.nvme.records import ID, Blocks, Places, RecordBatch, deletions, merged
@@ -263,7 +261,7 @@ class Journal:
         try:
             self._store.commit(changes)
         except Exception as failure:
-            hint = "is there room on the disk?" if isinstance(failure, lmdb.DiskError) else "see dmesg"
+            hint = "is there room on the disk? dmesg tells whether the device fails"
             lost = TierError(f"cannot write records in {self._folder}: {failure}", hint)
             owed.slots = [merged(owed.slots)]
             return [(done, error or lost) for done, error in answers]
