@@ -163,6 +163,7 @@ def test_a_device_that_failed_and_comes_back_brings_no_deleted_block(disk: Ext4,
             ns = client.namespace(layout)
             store(ns, keys)
             eventually(lambda: idle(client.status()))
+            ns.invalidate(keys[-10:])
             disk.pull()
             client.control("change", patch={"nvme": {"path": None}})
             eventually(lambda: "nvme" not in used(client), within_s=60)
