@@ -63,7 +63,7 @@ _MIN_ROWS, _MAX_ROWS = 1 << 16, 1 << 25
 
 @dataclass(frozen=True)
 class Storage:
-    """The opened tiers: NVMe devices by name, the first one first, and GPU pools by name.
+    """The opened tiers: NVMe devices and GPU pools by name.
 
     `others` has tiers of other kinds, each with the core's description of it. `problems`: why configured
     devices are left out.
@@ -146,6 +146,7 @@ class Daemon:
             core.on(ac.OfferBlocks, self.network.uploads.offer)
         delete = self.network.deletion.delete if self.network is not None else delete_here_only
         self.policy_state = PolicyStateFile(core, in_use, authenticator.name, quotas.known, clock)
+        tiers.on_retired = self.policy_state.discard_in
         shared = self.network is not None
         self.catalog = catalog = NamespaceCatalog(
             core, durable, tiers, names, domains, authenticator, keys, log, in_use, shared

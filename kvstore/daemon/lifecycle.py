@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kvstore.config import FIRST_DEVICE
 from kvstore.core import events as ev
 from kvstore.core.reuse.reuse import ReuseState
 from kvstore.daemon.composition import Daemon
@@ -110,8 +109,10 @@ async def _wait(daemon: Daemon, threads: Sequence[threading.Thread], ends: float
 
 
 def _close(daemon: Daemon, name: str, state: ReuseState) -> None:
-    if name == FIRST_DEVICE:
+    if name == daemon.policy_state.device:
         daemon.policy_state.save(state)
+    elif (folder := daemon.config().nvme.paths.get(name)) is not None:
+        daemon.policy_state.discard_in(folder)  # an older one, from before another device was added
     daemon.tiers.devices[name].close()
 
 

@@ -282,9 +282,8 @@ class Journal:
         try:
             self._store.commit(changes)
         except Exception as failure:
-            lost = TierError(
-                f"cannot write records in {self._folder}: {failure}", "is there room on the disk?"
-            )
+            hint = "is there room on the disk? dmesg tells whether the device fails"
+            lost = TierError(f"cannot write records in {self._folder}: {failure}", hint)
             owed.slots = [merged(owed.slots)]
             return [(done, error or lost) for done, error in answers]
         self._owed = _empty()
