@@ -32,6 +32,7 @@ from kvstore.config.sections import (
     Network,
     NvmeDevice,
     Policy,
+    Tracing,
 )
 from kvstore.config.tenants import Secret, Tenant, TierQuota, Token
 from kvstore.config.units import GIB, KIB, MIB, format_size, parse_duration, parse_size, parse_write_budget
@@ -60,6 +61,7 @@ __all__ = [
     "Tenant",
     "TierQuota",
     "Token",
+    "Tracing",
     "Values",
     "changes",
     "check_dram",

@@ -30,6 +30,7 @@ from kvstore.config.sections import (
     Policy,
     Scrub,
     Section,
+    Tracing,
     section_in,
 )
 from kvstore.config.tenants import Encryption, Tenant, TenantName, check_apart, check_floors
@@ -57,6 +58,7 @@ class Config(Section):
     hbm: Hbm = Hbm()
     network: Network = Network()
     events: Events = Events()
+    tracing: Tracing = Tracing()
     policy: Policy = Policy()
     scrub: Scrub = Scrub()
     limits: Limits = Limits()

@@ -359,6 +359,33 @@ class Events(Section):
     """Tenants whose blocks are published; absent: all"""
 
 
+def _collector(value: str) -> str:
+    url = urlsplit(value)
+    if url.scheme not in ("http", "https") or not url.hostname or url.query or url.fragment:
+        raise MisuseError(
+            f"{value!r:.80} is not the address of a collector", 'such as "http://127.0.0.1:4318"'
+        )
+    if url.password or url.username:
+        raise MisuseError("tracing.collector contains a password", "set OTEL_EXPORTER_OTLP_HEADERS")
+    return value.rstrip("/")
+
+
+class Tracing(Section):
+    """Traces of requests.
+
+    They need `kvstore[tracing]`.
+    """
+
+    collector: Annotated[
+        Annotated[str, AfterValidator(_collector), Notation("address: `http://HOST:PORT`")] | None,
+        Field(examples=["http://127.0.0.1:4318"]),
+    ] = None
+    """OpenTelemetry collector (OTLP over HTTP); absent: no traces
+
+    Spans have the names of tenants, and no keys. Clients choose which of their requests are traced.
+    """
+
+
 class Policy(Section):
     """Eviction."""
 

@@ -49,6 +49,7 @@ from kvstore.daemon.tenancy.namespaces import Domains, Namespaces
 from kvstore.daemon.tenancy.presence import PresenceMemory
 from kvstore.daemon.tenancy.quotas import TenantQuotas
 from kvstore.daemon.tenancy.recovery import Recovery
+from kvstore.daemon.tracing.tracing import Tracing
 from kvstore.tiers.base import Owner, StorageTier
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.hbm import HbmTier
@@ -138,6 +139,8 @@ class Daemon:
                 namespaces=names,
                 encrypts=lambda tenant: keys.are_wanted_by(authenticator.name(tenant)),
                 event_log=log,
+                random_bits=random_bits,
+                clock=clock,
             )
             quotas.listeners.append(self.network.set_tenant)
             core.on(ac.OfferBlocks, self.network.uploads.offer)
@@ -155,6 +158,10 @@ class Daemon:
         self.deletion = Deletion(
             durable, catalog, names, authenticator, quotas, keys, log, in_use, delete, forget
         )
+        if self.network is not None:
+            self.network.epochs.delete_here = self.deletion.forget_here
+            self.network.epochs.record = catalog.record
+            catalog.on_opened = self.network.epochs.ask
 
         # Listeners of stored blocks
         self.waits = Waits(core, names, self.network)
@@ -166,13 +173,22 @@ class Daemon:
         catalog.on_freed = self.kv_events.namespaces_freed
 
         # Operators
+        self.tracing = Tracing(config.tracing, problems, self.instance, clock, stopwatch)
         self.devices = devices = Devices(core, tiers, durable, catalog, quotas, log, in_use)
         core.on(ac.DeviceAdded, devices.added)
         resizing = Resizing(view, tiers, devices, in_use)
         self.reload = Reload(core, quotas, devices, resizing, self.scrubber, log, self.network, in_use)
         self.tenants = TenantCommands(view, authenticator, self.deletion, in_use)
         self.status = Status(
-            core, tiers, names, self.tenants, problems, self.instance, self.network, self.kv_events
+            core,
+            tiers,
+            names,
+            self.tenants,
+            problems,
+            self.instance,
+            self.network,
+            self.kv_events,
+            self.tracing,
         )
         self.hits, self.calls, self.lag = HitCounters(), Calls(), Lag(loop, stopwatch)
         self.recorder = TraceRecorder(core.now, lambda: view.limits.batch_keys)

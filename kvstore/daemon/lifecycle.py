@@ -23,6 +23,7 @@ from kvstore.errors import TierError
 _log = logging.getLogger(__name__)
 
 _CLOSE_WITHIN_S = 5.0
+_TRACES_WITHIN_S = 1.0
 _POLL_S = 0.005
 
 
@@ -50,6 +51,7 @@ async def start(daemon: Daemon) -> None:
     if daemon.network is not None:
         daemon.network.start()
     daemon.kv_events.start()
+    daemon.tracing.start()
     daemon.event_log.add(EntryKind.STARTED, detail=f"pid {os.getpid()}")
 
 
@@ -82,6 +84,7 @@ async def stop(daemon: Daemon, timeout_s: float) -> None:
     if daemon.network is not None:
         await daemon.network.close(_CLOSE_WITHIN_S)
     daemon.kv_events.close()
+    traces, traced_by = daemon.tracing.close(), core.now() + _TRACES_WITHIN_S
     # A late result, perhaps from a device that has hung, must start nothing.
     core.close()
     daemon.presence.close()
@@ -97,6 +100,7 @@ async def stop(daemon: Daemon, timeout_s: float) -> None:
     pools = [_on_thread(tier.close) for tier in (*tiers.pools.values(), *tiers.others.values())]
     await _wait(daemon, [dram], float("inf"))
     await _wait(daemon, pools, ends)
+    await _wait(daemon, traces, traced_by)
 
 
 async def _wait(daemon: Daemon, threads: Sequence[threading.Thread], ends: float) -> None:
