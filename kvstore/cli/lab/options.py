@@ -34,7 +34,7 @@ class SimulationOptions:
     block_bytes: Annotated[str, Option(metavar="SIZE", help="Payload of a block.")] = "2MiB"
     block_tokens: Annotated[
         int | None,
-        Option(help="Tokens per block, a multiple of the trace's. Without it: chats 512, conversations 256."),
+        Option(help="Tokens per block, a multiple of the trace's. Without it: its own, conversations 256."),
     ] = None
     write_policy: Annotated[str, Option(help="Writes to NVMe: write_through or on_evict.")] = "write_through"
     admission: Annotated[str, Option(help="Admission to NVMe: always, twice or reuse.")] = "always"
