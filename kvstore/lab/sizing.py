@@ -92,9 +92,11 @@ class _Tried:
 
     def sizing(self, searched: str, answer: Point, prices: Prices | None) -> Sizing:
         """Returns the result, with all points as its report. Replays its tiers with the other policies."""
-        tiers = [(answer.capacity, self._named[answer.capacity])]
-        self._doing(f"{answer.capacity} with {', '.join(self._policies[1:])}")
-        others = self._experiment.replay(self._policies[1:], tiers) if self._policies[1:] else []
+        others: list[Point] = []
+        if self._policies[1:]:
+            self._doing(f"{answer.capacity} with {', '.join(self._policies[1:])}")
+            at = [(answer.capacity, self._named[answer.capacity])]
+            others = self._experiment.replay(self._policies[1:], at)
         best = max(others, key=lambda p: p.hit_ratio, default=answer)
         if best.hit_ratio > answer.hit_ratio + _BETTER:
             answer = best
