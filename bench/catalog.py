@@ -63,6 +63,7 @@ BENCHES = {
     "zero-copy": Entry(
         "zero_copy:run", _named("zero-copy", "acquire", "acquire-and-views", "acquire-release-loop")
     ),
+    "tracing": Entry("tracing:run", _named("tracing", "off", "1%")),
     "lookup": Entry("lookup:run", _named("lookup", "1", "64", "1024", "8192")),
     "nvme-read": Entry("nvme:read", *_disks("nvme-read")),
     "nvme-read-acquire": Entry("nvme:read_acquire", *_disks("nvme-read-acquire")),

@@ -3,6 +3,7 @@
 from kvstore import errors
 from kvstore.client.aio import AsyncClient, AsyncNamespace
 from kvstore.client.barrier import ExceptionBarrier
+from kvstore.client.calls.tracing import trace_parent
 from kvstore.client.calls.writes import Put
 from kvstore.client.estimates import Estimate, StoredPrefix
 from kvstore.client.gpu import DeviceLease, DeviceReservation
@@ -52,5 +53,6 @@ __all__ = [
     "on_device",
     "parse_options",
     "process_started_ns",
+    "trace_parent",
     "why_no_gpu",
 ]

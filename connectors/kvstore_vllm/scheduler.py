@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvstore import Client, ExceptionBarrier, Layout
+from kvstore import Client, ExceptionBarrier, Layout, trace_parent
 from kvstore_vllm.adapters import Adapters
 from kvstore_vllm.budget import patience_s
 from kvstore_vllm.groups import Found, Group
@@ -360,9 +360,10 @@ class SchedulerHalf:
         if not self._lookup:
             return Found(0, none, why=self._unmet), options
         try:
-            if options.scope == OWN:
-                return self._lookup.find(request, salt, first, computed_tokens), options
-            return self._scopes.find(options.scope, request, salt, first, computed_tokens), options
+            with trace_parent(getattr(request, "trace_headers", None)):
+                if options.scope == OWN:
+                    return self._lookup.find(request, salt, first, computed_tokens), options
+                return self._scopes.find(options.scope, request, salt, first, computed_tokens), options
         except RefusedError as error:
             self._recorder.problem("refused_tokens", f"a request is served without the store: {error}")
             return Found(0, none, why=REFUSED), WITHOUT

@@ -144,6 +144,13 @@ _COUNTERS: Table = {
         "events_stored": ("stored", "Blocks announced as stored."),
         "events_removed": ("removed", "Blocks announced as removed."),
     },
+    "tracing": {
+        "traces_exported_requests": ("exported_requests", "Requests whose spans the collector has taken."),
+        "traces_dropped_requests": (
+            "dropped_requests",
+            "Requests whose spans were dropped: the queue was full, or the collector did not take them.",
+        ),
+    },
     "decision": {
         "decided_blocks": ("blocks", "Blocks by decision and tier."),
     },
@@ -262,6 +269,7 @@ def _sources(status: Answer, figures: Answer) -> dict[str, Rows]:
             for kind in d["queued_bytes"]
         ],
         "events": [([], status["events"])],
+        "tracing": [([], status.get("tracing", {}))],
         "tenant": [([row["tenant"] or OTHER, row["tier"]], row) for row in figures["holdings"]],
         "decision": [([row["what"], row["tier"] or "all"], row) for row in figures["decisions"]],
     }

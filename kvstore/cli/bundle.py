@@ -6,6 +6,7 @@ import io
 import json
 import os
 import platform
+import re
 import subprocess
 import tarfile
 import time
@@ -24,11 +25,16 @@ from kvstore.cli.shared.options import DEFAULT_SOCKET, ConfigOption, JsonOption,
 from kvstore.cli.shared.output import pairs, show
 from kvstore.errors import KVStoreError, MisuseError, UnavailableError
 
-_ASKED = ("status", "figures", "devices", "policy", "tenants", "namespaces", "transfers", "events")
+_ASKED = ("status", "settings", "figures", "devices", "policy", "tenants", "namespaces", "transfers")
 """Operator commands without arguments whose answers are collected: the first page each."""
 
 _SECRET = ("hash", "token", "tokens", "password")
+_SECRET_IN_URL = re.compile(
+    r"""(?P<user>://)[^/\s@"']+@|(?P<option>[?&][\w-]*(?:key|secret|token|password|sig)[\w-]*=)[^&\s"']*""",
+    re.IGNORECASE,
+)
 _LOG_LINES = 5000
+_EVENTS = 5000
 _DEADLINE_S = 10.0
 _JOURNAL = ("journalctl", "--unit=kvstore*", f"--lines={_LOG_LINES}", "--no-pager", "--output=short-iso")
 
@@ -43,9 +49,9 @@ def bundle(
 ) -> None:
     """Collect what a report of a problem needs into one archive.
 
-    It has the configuration without hashes of tokens, the daemon's status, figures, devices, namespaces,
-    tenants, running transfers and recent events, the findings of doctor, versions, memory, and the end of
-    the log. It has no blocks. Instead of a part that cannot be had, it has the error.
+    It has the configuration without hashes of tokens, the daemon's status, settings, figures, devices,
+    namespaces, tenants, running transfers and latest events, the findings of doctor, versions, memory, and
+    the end of the log. It has no blocks. Instead of a part that cannot be had, it has the error.
 
     Example: kvstore bundle report.tar.gz -c /etc/kvstore/kvstore.toml
     """
@@ -79,7 +85,8 @@ def _parts(config: Path | None, url: str, log: Path | None) -> Iterator[tuple[st
     yield "log.txt", lambda: _journal() if log is None else _tail(log)
     daemon = _Daemon(url)
     for call in _ASKED:
-        yield f"{call}.json", partial(daemon.ask, call)
+        yield f"{call}.json", partial(daemon.ask, partial(_answer, call))
+    yield "events.json", partial(daemon.ask, _latest_events)
 
 
 def without_secrets(values: Any) -> Any:
@@ -89,11 +96,11 @@ def without_secrets(values: Any) -> Any:
             name: _hidden(value) if name in _SECRET else without_secrets(value)
             for name, value in values.items()
         }
-    return [without_secrets(value) for value in values] if isinstance(values, list) else values
+    return [without_secrets(value) for value in values] if isinstance(values, (list, tuple)) else values
 
 
 def _hidden(value: Any) -> str:
-    return f"{len(value)} hidden" if isinstance(value, (list, dict)) else "hidden"
+    return f"{len(value)} hidden" if isinstance(value, (list, tuple, dict)) else "hidden"
 
 
 class _Daemon:
@@ -103,16 +110,31 @@ class _Daemon:
         self._url = url
         self._error: UnavailableError | None = None
 
-    def ask(self, call: str) -> str:
-        """Returns the answer as JSON. Raises UnavailableError, DeniedError."""
+    def ask(self, get: Callable[[Client], dict[str, Any]]) -> str:
+        """Returns what `get` returns as JSON, without secrets. Raises UnavailableError, DeniedError."""
         if self._error is not None:
             raise self._error
         try:
             with Client(self._url, deadline_s=_DEADLINE_S, strict=True) as client:
-                return _json(client.control(call))
+                return _json(without_secrets(get(client)))
         except UnavailableError as error:
             self._error = error
             raise
+
+
+def _answer(call: str, client: Client) -> dict[str, Any]:
+    return client.control(call)
+
+
+def _latest_events(client: Client) -> dict[str, Any]:
+    """Returns the latest events as one page."""
+    events: list[dict[str, Any]] = []
+    after, more = -_EVENTS, True
+    while more and len(events) < _EVENTS:
+        page = client.control("events", after=after)
+        events += page["events"]
+        after, more = page["next"], page["next"] != after
+    return page | {"events": events}
 
 
 def _versions() -> str:
@@ -146,7 +168,12 @@ def _json(values: Any) -> str:
 
 
 def _add(archive: tarfile.TarFile, name: str, text: str) -> None:
-    data = text.encode()
+    """Adds a file, without users, passwords and keys in URLs."""
+    data = _SECRET_IN_URL.sub(_without_secret, text).encode()
     entry = tarfile.TarInfo(f"kvstore-bundle/{name}")
     entry.size, entry.mtime, entry.mode = len(data), int(time.time()), 0o600
     archive.addfile(entry, io.BytesIO(data))
+
+
+def _without_secret(match: re.Match[str]) -> str:
+    return f"{match['user']}hidden@" if match["user"] else f"{match['option']}hidden"

@@ -13,7 +13,14 @@ from kvstore.cli.shared.commands import Commands
 from kvstore.cli.shared.options import DaemonOptions, named
 from kvstore.cli.shared.output import cell, pairs, table
 from kvstore.cli.tier import TierArgument
-from kvstore.config import format_size, parse_size, parse_write_budget
+from kvstore.config import (
+    device_patch,
+    device_table,
+    device_values,
+    format_size,
+    parse_size,
+    parse_write_budget,
+)
 from kvstore.errors import MisuseError
 
 app = Commands(help="Show, add, remove, drain or fence the devices of tiers.")
@@ -30,7 +37,7 @@ _COLUMNS = [
 ]
 
 NewDeviceArgument = Annotated[
-    str, Argument(metavar="NAME", help="Name of the new device; begins with nvme: nvme1.")
+    str, Argument(metavar="NAME", help="Name of the new device: nvme for nvme.path; nvme1 for another one.")
 ]
 
 
@@ -96,7 +103,7 @@ def add_device(
     budget = named("--write-budget", lambda text: parse_write_budget(text, 1) and text, write_budget)
     size = named("--limit", parse_size, limit)
     added = {"path": str(path.absolute()), "limit": size, "write_budget": budget}
-    change(daemon, {"nvme": {"devices": {name: added}}}, dry_run)
+    change(daemon, device_patch(name, added), dry_run)
 
 
 @app.command("remove")
@@ -110,13 +117,14 @@ def remove_device(
 ) -> None:
     """Remove a device from the NVMe tier, now and after restarts.
 
-    The device serves reads until it is empty. Blocks that only this device stores are evicted.
+    The device serves reads until it is empty. Blocks that only this device stores are evicted. The last
+    device cannot be removed.
 
     Example: kvstore device remove nvme1 --dry-run
     """
-    if daemon.ask("settings", part=["nvme", "devices", name])["value"] is None:
-        raise MisuseError(f"no device {name!r:.80} was added", "`kvstore device list` lists the devices")
-    change(daemon, {"nvme": {"devices": {name: None}}}, dry_run)
+    if device_values(name, daemon.ask("settings", part=device_table(name))["value"]) is None:
+        raise MisuseError(f"no device {name!r:.80} is configured", "`kvstore device list` lists the devices")
+    change(daemon, device_patch(name, None), dry_run)
 
 
 def _flat(device: dict[str, Any]) -> dict[str, Any]:

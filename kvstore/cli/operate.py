@@ -88,13 +88,15 @@ def status(daemon: DaemonOptions) -> None:
 
 
 def _status_tables(state: dict[str, Any]) -> Iterator[Table]:
-    separate = ("tiers", "tenants", "counters", "network", "events")
+    separate = ("tiers", "tenants", "counters", "network", "events", "tracing")
     yield pairs("daemon", {name: value for name, value in state.items() if name not in separate})
     yield overview(list(state.get("tiers", ())))
     if network := state.get("network"):
         yield pairs("network", network | network.pop("counters"))
     if events := state.get("events"):
         yield pairs("events", events)
+    if tracing := state.get("tracing"):
+        yield pairs("tracing", tracing)
     yield pairs("counter", state.get("counters", {}))
 
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from kvstore.client.calls.call import Call, Connect, Exchange, Flow, returns
 from kvstore.client.calls.client import ClientCalls
 from kvstore.client.calls.scope import Scope
+from kvstore.client.calls.tracing import traced
 from kvstore.client.checks import (
     check_deadline,
     check_namespace_ttl,
@@ -98,7 +99,10 @@ class BaseClient(ClientCalls):
     def _perform(self, call: Call[Any]) -> Any:
         """Makes a call; returns its result, or a coroutine of it."""
         exchange = Exchange(0.0, self._resume, self._give_back)
-        return self._drive(exchange, self._flow(exchange, call))
+        flow = self._flow(exchange, call)
+        if call.made_by is not None:
+            flow = traced(exchange, flow, call.made_by)
+        return self._drive(exchange, flow)
 
     def answer(self, value: Any) -> Any:
         """Returns a result that needs no daemon: the value, or a coroutine of it."""
@@ -122,9 +126,9 @@ class BaseClient(ClientCalls):
             self._backoff.check()
             return (yield from self._attempt(exchange, (yield Connect()), call))
         except (OSError, RemoteProtocolError) as error:
-            return self._missed(self._gone(error), call.miss)
+            return self._missed(exchange, self._gone(error), call.miss)
         except (UnavailableError, DeniedError, TierError) as error:
-            return self._missed(error, call.miss)
+            return self._missed(exchange, error, call.miss)
 
     def _attempt(self, exchange: Exchange, connection: BaseConnection, call: Call[R]) -> Flow[R]:
         exchange.use(connection)
@@ -141,8 +145,9 @@ class BaseClient(ClientCalls):
         self._backoff.succeeded()
         return result
 
-    def _missed(self, error: KVStoreError, miss: Callable[[], R] | None) -> R:
+    def _missed(self, exchange: Exchange, error: KVStoreError, miss: Callable[[], R] | None) -> R:
         """Returns the miss of a failed call. Raises the error if there is none, or if strict."""
+        exchange.failure = "refused" if isinstance(error, DeniedError) else "failed", error.message
         if miss is None or self.strict:
             raise error
         result = miss()
@@ -155,8 +160,11 @@ class BaseClient(ClientCalls):
         return unavailable(self.path, error)
 
     def _resume(self, exchange: Exchange, flow: Flow[Any], lost: Any) -> Any:
-        """Drives a later flow of a call on its kept connection."""
-        return self._drive(exchange, self._resumed(exchange, flow, lost))
+        """Drives a later flow of a call, its commit, on its kept connection."""
+        exchange.context = exchange.failure = None
+        later = traced(exchange, self._resumed(exchange, flow, lost), ("commit", None, (), {}))
+        exchange.use(exchange.connection)
+        return self._drive(exchange, later)
 
     def _resumed(self, exchange: Exchange, flow: Flow[R], lost: R) -> Flow[R]:
         exchange.ends_s = time.monotonic() + self.deadline_s
@@ -164,7 +172,7 @@ class BaseClient(ClientCalls):
             return (yield from flow)
         except (OSError, RemoteProtocolError, DeniedError) as error:
             exchange.connection.close()
-            return self._missed(UnavailableError(str(error)), lambda: lost)
+            return self._missed(exchange, UnavailableError(str(error)), lambda: lost)
         finally:
             exchange.finish()
 

@@ -15,7 +15,7 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kvstore.errors import MisuseError
 from kvstore.types import Key
@@ -27,6 +27,8 @@ POLLED_S = 60.0
 """Polls within this time (s) after the first lookup belong to its prompt; later ones to another."""
 _OPEN = 64
 _OPEN_KEYS = 1 << 17
+_LONG_KEYS = _OPEN_KEYS // _OPEN
+"""Shorter prompts are not counted in keys: all together have no more than `_OPEN_KEYS`."""
 
 
 class PromptRequests:
@@ -37,10 +39,13 @@ class PromptRequests:
     position of the current call's first key; methods count positions from there.
     """
 
-    def __init__(self, keys: Sequence[Key], blocks: int, namespace: object = None) -> None:
+    def __init__(
+        self, keys: Sequence[Key], blocks: int, namespace: object = None, caller: object = None
+    ) -> None:
         self.keys = keys
+        self.ends = _ends(keys)
         self.namespace = namespace
-        self.caller = _caller()
+        self.caller = caller
         self.found = 0
         self.delivered = 0
         self.looked_up = False
@@ -112,9 +117,11 @@ class Prompts:
         """Returns the prompt of a lookup."""
         if prompt is not None:
             return PromptRequests.declared(keys, prompt)
-        requests = next((p for p in self._of_keys(namespace, _caller(), keys) if p.is_polled), None)
+        caller = _caller()
+        same = self._of_keys(namespace, caller, keys)
+        requests = next((p for p in same if p.is_polled), None) if same else None
         if requests is None:
-            requests = self._new(namespace, keys)
+            requests = self._new(namespace, caller, keys, same)
         requests.polled_s, requests.looked_up = time.monotonic(), True
         requests.base = 0
         return requests
@@ -125,13 +132,14 @@ class Prompts:
             return PromptRequests.declared(keys, prompt)
         if not keys:
             return PromptRequests(keys, 0)
-        for requests, search in self._candidates(namespace):
+        caller = _caller()
+        for requests, search in self._candidates(namespace, caller):
             # An acquire without a lookup opens a prompt too, and may be a poll.
             begun = requests.looked_up or requests.delivered or requests.is_polled
             if begun and requests.continues(keys, search):
                 requests.polled_s = time.monotonic()
                 return requests
-        return self._new(namespace, keys)
+        return self._new(namespace, caller, keys, self._of_keys(namespace, caller, keys))
 
     def end_acquire(self, requests: PromptRequests) -> None:
         """Closes the prompt if all found blocks are delivered."""
@@ -142,37 +150,44 @@ class Prompts:
         """Closes the prompt of stored keys: its blocks have been computed."""
         if not keys or not self._open:
             return
-        for requests, search in self._candidates(namespace):
+        for requests, search in self._candidates(namespace, _caller()):
             if requests.position(keys[0], search) >= 0:
                 self._close(requests)
                 return
 
-    def _own(self, namespace: object, caller: object) -> list[PromptRequests]:
-        """Returns the open prompts of a caller in a namespace, the latest first."""
-        return [p for p in reversed(self._open) if p.caller == caller and p.namespace == namespace]
-
     def _of_keys(self, namespace: object, caller: object, keys: Sequence[Key]) -> list[PromptRequests]:
         """Returns a caller's open prompts of these keys in a namespace, the latest first."""
         # Keys first: few prompts have the same, and comparing callers is slow.
-        some = [p for p in reversed(self._open) if _same(p.keys, keys)]
+        ends = _ends(keys)
+        some = [p for p in self._open[::-1] if p.ends == ends]
         return [p for p in some if p.caller == caller and p.namespace == namespace]
 
-    def _candidates(self, namespace: object) -> list[tuple[PromptRequests, bool]]:
-        """Returns the possible prompts of a request, the likeliest first; whether to search their keys."""
-        caller = _caller()
-        own = self._own(namespace, caller)
-        others = [p for p in reversed(self._open) if p.caller != caller and p.namespace == namespace]
-        return [*((p, False) for p in (*own, *others)), *((p, True) for p in own)]
+    def _candidates(self, namespace: object, caller: object) -> Iterator[tuple[PromptRequests, bool]]:
+        """Yields the possible prompts of a request, the likeliest first; whether to search their keys."""
+        latest_first = self._open[::-1]
+        for requests in latest_first:
+            if requests.namespace == namespace and requests.caller == caller:
+                yield requests, False
+        for requests in latest_first:
+            if requests.namespace == namespace and requests.caller != caller:
+                yield requests, False
+        for requests in latest_first:
+            if requests.namespace == namespace and requests.caller == caller:
+                yield requests, True
 
-    def _new(self, namespace: object, keys: Sequence[Key]) -> PromptRequests:
-        requests = PromptRequests(keys, len(keys), namespace)
-        for same in self._of_keys(namespace, requests.caller, keys):
-            self._close(same)
+    def _new(
+        self, namespace: object, caller: object, keys: Sequence[Key], same: Sequence[PromptRequests]
+    ) -> PromptRequests:
+        """Opens a prompt instead of the `same` ones. Closes the oldest if too many are open."""
+        requests = PromptRequests(keys, len(keys), namespace, caller)
+        for each in same:
+            self._close(each)
         self._open.append(requests)
-        while len(self._open) > _OPEN or (
-            len(self._open) > 1 and sum(len(p.keys) for p in self._open) > _OPEN_KEYS
-        ):
+        while len(self._open) > _OPEN:
             self._close(self._open[0])
+        if len(keys) > _LONG_KEYS:
+            while len(self._open) > 1 and sum(len(p.keys) for p in self._open) > _OPEN_KEYS:
+                self._close(self._open[0])
         return requests
 
     def _close(self, requests: PromptRequests) -> None:
@@ -180,9 +195,9 @@ class Prompts:
             self._open.remove(requests)
 
 
-def _same(some: Sequence[Key], others: Sequence[Key]) -> bool:
-    """Returns whether two chains are equal. A key depends on all keys before it."""
-    return len(some) == len(others) and (not some or (some[0] == others[0] and some[-1] == others[-1]))
+def _ends(keys: Sequence[Key]) -> object:
+    """Returns what equal chains have in common. A key depends on all keys before it."""
+    return (len(keys), keys[0], keys[-1]) if keys else None
 
 
 def _caller() -> object:

@@ -38,6 +38,9 @@ _KEYS_WAIT = 1024
 
 _MOST_BLOCKS = (1 << 32) - 1
 
+TRACES_SINCE = 13
+"""The version of the wire that introduced trace contexts."""
+
 
 class Outbox:
     """Frames to send to the daemon, in order. Each frame is sent whole before the next one begins.
@@ -145,7 +148,8 @@ class Reports:
 class ProtocolState:
     """The state of one connection. `send` and `receive` convert messages to bytes and back.
 
-    `leases`: the numbers of the connection's leases.
+    `leases`: the numbers of the connection's leases. `context`: trace id, span id and flags of the span of
+    the running call; None: it is not traced.
     """
 
     def __init__(self, token: str, maps: Maps) -> None:
@@ -161,6 +165,7 @@ class ProtocolState:
         self._received: deque[Any] = deque()
         self._token = token
         self._last_id = 0
+        self.context: tuple[bytes, bytes, int] | None = None
         self.reports = Reports()
 
     def namespace(self, name: _Name) -> _Opened | None:
@@ -196,10 +201,13 @@ class ProtocolState:
         self.maps = self.maps.of(message.instance)
 
     def send(self, message: Any) -> bytes:
-        """Returns the bytes of a request, after those of waiting reports. Sets its id."""
+        """Returns the bytes of a request, after waiting reports and its trace context. Sets its id."""
         self._last_id += 1
         message.id = self._last_id
-        return self.reported() + pack(message, self.frame_bytes, self.version)
+        frame = pack(message, self.frame_bytes, self.version)
+        if self.context is not None and self.version >= TRACES_SINCE:
+            frame = pack(m.TraceContext(self._last_id, *self.context), version=self.version) + frame
+        return self.reported() + frame
 
     def post(self, message: Any) -> bytes:
         """Returns the bytes of a message without an answer, after those of waiting reports."""

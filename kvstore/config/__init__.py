@@ -12,7 +12,17 @@ from kvstore.config.example import example
 from kvstore.config.file import Config, Source, changes, load, parse, read
 from kvstore.config.keys import Key, Table, tables
 from kvstore.config.machine import Memory, check_dram, choose, group_limits, read_memory
-from kvstore.config.patches import Values, difference, etag, keep_changes, merged, plain
+from kvstore.config.patches import (
+    Values,
+    device_patch,
+    device_table,
+    device_values,
+    difference,
+    etag,
+    keep_changes,
+    merged,
+    plain,
+)
 from kvstore.config.sections import (
     FIRST_DEVICE,
     SOCKET_PATH_BYTES,
@@ -22,6 +32,7 @@ from kvstore.config.sections import (
     Network,
     NvmeDevice,
     Policy,
+    Tracing,
 )
 from kvstore.config.tenants import Secret, Tenant, TierQuota, Token
 from kvstore.config.units import GIB, KIB, MIB, format_size, parse_duration, parse_size, parse_write_budget
@@ -50,10 +61,14 @@ __all__ = [
     "Tenant",
     "TierQuota",
     "Token",
+    "Tracing",
     "Values",
     "changes",
     "check_dram",
     "choose",
+    "device_patch",
+    "device_table",
+    "device_values",
     "difference",
     "etag",
     "example",

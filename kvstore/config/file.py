@@ -30,6 +30,7 @@ from kvstore.config.sections import (
     Policy,
     Scrub,
     Section,
+    Tracing,
     section_in,
 )
 from kvstore.config.tenants import Encryption, Tenant, TenantName, check_apart, check_floors
@@ -57,6 +58,7 @@ class Config(Section):
     hbm: Hbm = Hbm()
     network: Network = Network()
     events: Events = Events()
+    tracing: Tracing = Tracing()
     policy: Policy = Policy()
     scrub: Scrub = Scrub()
     limits: Limits = Limits()
@@ -89,6 +91,9 @@ def changes(old: Config, new: Config, admin: bool = False) -> tuple[list[str], l
     before, after = old.model_dump(), new.model_dump()
     changed = _added_and_removed("tenants", before, after)
     changed += _added_and_removed("nvme.devices", before["nvme"], after["nvme"])
+    if old.nvme.paths and new.nvme.paths and (old.nvme.path is None) != (new.nvme.path is None):
+        changed.append(f"nvme.path is {'new' if old.nvme.path is None else 'gone'}")
+        before["nvme"]["path"] = after["nvme"]["path"]
     old_values, new_values = _flat(before), _flat(after)
     differ = [key for key, value in new_values.items() if value != old_values[key]]
     differ = [key for key in differ if admin or not key.startswith("admin.")]

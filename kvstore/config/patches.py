@@ -13,6 +13,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from kvstore.config.sections import FIRST_DEVICE, NvmeDevice
 from kvstore.errors import ConfigError
 
 Values = dict[str, Any]
@@ -43,6 +44,26 @@ def difference(before: Values, after: Values) -> Values:
         elif name not in before or type(value) is not type(old) or value != old:
             patch[name] = value
     return patch
+
+
+def device_table(name: str) -> tuple[str, ...]:
+    """Returns the keys that lead to the table with the keys of an NVMe device."""
+    return ("nvme",) if name == FIRST_DEVICE else ("nvme", "devices", name)
+
+
+def device_values(name: str, table: Values | None) -> Values | None:
+    """Returns the keys of a device in its table, None if the device is not configured."""
+    if name != FIRST_DEVICE or table is None:
+        return table
+    values = {key: value for key, value in table.items() if key in NvmeDevice.model_fields}
+    return values if "path" in values else None
+
+
+def device_patch(name: str, values: Values | None) -> Values:
+    """Returns the merge patch that sets keys of a device, or removes the device."""
+    if name == FIRST_DEVICE:
+        return {"nvme": {"path": None} if values is None else values}
+    return {"nvme": {"devices": {name: values}}}
 
 
 def etag(value: object) -> str:

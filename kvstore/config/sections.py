@@ -40,7 +40,7 @@ from kvstore.socket_paths import daemon_socket
 from kvstore.types import MAX_KEY_BYTES
 
 FIRST_DEVICE = "nvme"
-"""Name of the first NVMe device. `DeviceName` matches names of additional ones."""
+"""Name of the NVMe device of `nvme.path`. `DeviceName` matches names of the others."""
 
 MOST_DEVICES = 8
 """Maximum number of additional NVMe devices."""
@@ -189,7 +189,10 @@ class Nvme(Section):
     """The NVMe tier: the first device, and the rules for all devices."""
 
     path: Annotated[FilePath | None, Field(examples=["/var/lib/kvstore"])] = None
-    """Folder on the device; absent: no NVMe tier"""
+    """Folder on the first device; absent: no such device
+
+    Without any device, there is no NVMe tier.
+    """
     limit: Annotated[Size, at_least(2 * MIB), LIVE] = 8 * GIB
     """Hard limit of block data on the device
 
@@ -226,10 +229,7 @@ class Nvme(Section):
     @field_validator("devices")
     @classmethod
     def _apart(cls, devices: dict[str, NvmeDevice], info: ValidationInfo) -> dict[str, NvmeDevice]:
-        first = info.data.get("path")
-        if devices and first is None:
-            raise MisuseError("there are additional devices but no first one", "set nvme.path")
-        folders: dict[Path | None, str] = {first: "nvme.path"}
+        folders: dict[Path | None, str] = {info.data.get("path"): "nvme.path"}
         for name, device in devices.items():
             if device.path in folders:
                 why = f"{device.path} is given twice: {folders[device.path]} and nvme.devices.{name}.path"
@@ -239,8 +239,9 @@ class Nvme(Section):
 
     @property
     def limits(self) -> dict[str, int]:
-        """Hard limits in bytes by device name. The first device is included even without a path."""
-        return {FIRST_DEVICE: self.limit} | {name: device.limit for name, device in self.devices.items()}
+        """Hard limits in bytes by device name. Without any device, that of the first one."""
+        first = {} if self.path is None and self.devices else {FIRST_DEVICE: self.limit}
+        return first | {name: device.limit for name, device in self.devices.items()}
 
     @property
     def paths(self) -> dict[str, Path]:
@@ -356,6 +357,33 @@ class Events(Section):
         Annotated[tuple[str, ...], Field(strict=False)] | None, Field(examples=[["team-a"]])
     ] = None
     """Tenants whose blocks are published; absent: all"""
+
+
+def _collector(value: str) -> str:
+    url = urlsplit(value)
+    if url.scheme not in ("http", "https") or not url.hostname or url.query or url.fragment:
+        raise MisuseError(
+            f"{value!r:.80} is not the address of a collector", 'such as "http://127.0.0.1:4318"'
+        )
+    if url.password or url.username:
+        raise MisuseError("tracing.collector contains a password", "set OTEL_EXPORTER_OTLP_HEADERS")
+    return value.rstrip("/")
+
+
+class Tracing(Section):
+    """Traces of requests.
+
+    They need `kvstore[tracing]`.
+    """
+
+    collector: Annotated[
+        Annotated[str, AfterValidator(_collector), Notation("address: `http://HOST:PORT`")] | None,
+        Field(examples=["http://127.0.0.1:4318"]),
+    ] = None
+    """OpenTelemetry collector (OTLP over HTTP); absent: no traces
+
+    Spans have the names of tenants, and no keys. Clients choose which of their requests are traced.
+    """
 
 
 class Policy(Section):

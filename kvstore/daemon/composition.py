@@ -49,6 +49,7 @@ from kvstore.daemon.tenancy.namespaces import Domains, Namespaces
 from kvstore.daemon.tenancy.presence import PresenceMemory
 from kvstore.daemon.tenancy.quotas import TenantQuotas
 from kvstore.daemon.tenancy.recovery import Recovery
+from kvstore.daemon.tracing.tracing import Tracing
 from kvstore.tiers.base import Owner, StorageTier
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.hbm import HbmTier
@@ -62,7 +63,7 @@ _MIN_ROWS, _MAX_ROWS = 1 << 16, 1 << 25
 
 @dataclass(frozen=True)
 class Storage:
-    """The opened tiers: NVMe devices by name, the first one first, and GPU pools by name.
+    """The opened tiers: NVMe devices and GPU pools by name.
 
     `others` has tiers of other kinds, each with the core's description of it. `problems`: why configured
     devices are left out.
@@ -138,11 +139,14 @@ class Daemon:
                 namespaces=names,
                 encrypts=lambda tenant: keys.are_wanted_by(authenticator.name(tenant)),
                 event_log=log,
+                random_bits=random_bits,
+                clock=clock,
             )
             quotas.listeners.append(self.network.set_tenant)
             core.on(ac.OfferBlocks, self.network.uploads.offer)
         delete = self.network.deletion.delete if self.network is not None else delete_here_only
         self.policy_state = PolicyStateFile(core, in_use, authenticator.name, quotas.known, clock)
+        tiers.on_retired = self.policy_state.discard_in
         shared = self.network is not None
         self.catalog = catalog = NamespaceCatalog(
             core, durable, tiers, names, domains, authenticator, keys, log, in_use, shared
@@ -154,6 +158,10 @@ class Daemon:
         self.deletion = Deletion(
             durable, catalog, names, authenticator, quotas, keys, log, in_use, delete, forget
         )
+        if self.network is not None:
+            self.network.epochs.delete_here = self.deletion.forget_here
+            self.network.epochs.record = catalog.record
+            catalog.on_opened = self.network.epochs.ask
 
         # Listeners of stored blocks
         self.waits = Waits(core, names, self.network)
@@ -165,13 +173,22 @@ class Daemon:
         catalog.on_freed = self.kv_events.namespaces_freed
 
         # Operators
+        self.tracing = Tracing(config.tracing, problems, self.instance, clock, stopwatch)
         self.devices = devices = Devices(core, tiers, durable, catalog, quotas, log, in_use)
         core.on(ac.DeviceAdded, devices.added)
         resizing = Resizing(view, tiers, devices, in_use)
         self.reload = Reload(core, quotas, devices, resizing, self.scrubber, log, self.network, in_use)
         self.tenants = TenantCommands(view, authenticator, self.deletion, in_use)
         self.status = Status(
-            core, tiers, names, self.tenants, problems, self.instance, self.network, self.kv_events
+            core,
+            tiers,
+            names,
+            self.tenants,
+            problems,
+            self.instance,
+            self.network,
+            self.kv_events,
+            self.tracing,
         )
         self.hits, self.calls, self.lag = HitCounters(), Calls(), Lag(loop, stopwatch)
         self.recorder = TraceRecorder(core.now, lambda: view.limits.batch_keys)

@@ -80,14 +80,14 @@ def examine(config: Config) -> list[Check]:
         socket(config.daemon.socket),
         *operators(config),
     ]
-    if config.nvme.path is None:
+    if not config.nvme.paths:
         lines.append(Check(OK, "nvme", "no nvme.path: no such tier"))
     for name, path in config.nvme.paths.items():
         folder = _existing(path)
         lines += [direct_io(folder), space(path, _free_bytes(folder), config.nvme.limits[name])]
         lines += [lock(path), records(path)]
     modules = {name: importlib.util.find_spec(name) is not None for name in ("cupy", "kvikio")}
-    if config.nvme.path is not None:
+    if config.nvme.paths:
         lines.append(engine(why_not(), Path("/proc/driver/nvidia-fs").exists()))
     lines += gpu(Path("/dev"), Path("/proc/driver"), _loads("libcuda.so.1"), modules)
     lines += hbm(config)

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kvstore.config import FIRST_DEVICE
 from kvstore.core import events as ev
 from kvstore.core.reuse.reuse import ReuseState
 from kvstore.daemon.composition import Daemon
@@ -24,6 +23,7 @@ from kvstore.errors import TierError
 _log = logging.getLogger(__name__)
 
 _CLOSE_WITHIN_S = 5.0
+_TRACES_WITHIN_S = 1.0
 _POLL_S = 0.005
 
 
@@ -51,6 +51,7 @@ async def start(daemon: Daemon) -> None:
     if daemon.network is not None:
         daemon.network.start()
     daemon.kv_events.start()
+    daemon.tracing.start()
     daemon.event_log.add(EntryKind.STARTED, detail=f"pid {os.getpid()}")
 
 
@@ -83,6 +84,7 @@ async def stop(daemon: Daemon, timeout_s: float) -> None:
     if daemon.network is not None:
         await daemon.network.close(_CLOSE_WITHIN_S)
     daemon.kv_events.close()
+    traces, traced_by = daemon.tracing.close(), core.now() + _TRACES_WITHIN_S
     # A late result, perhaps from a device that has hung, must start nothing.
     core.close()
     daemon.presence.close()
@@ -98,6 +100,7 @@ async def stop(daemon: Daemon, timeout_s: float) -> None:
     pools = [_on_thread(tier.close) for tier in (*tiers.pools.values(), *tiers.others.values())]
     await _wait(daemon, [dram], float("inf"))
     await _wait(daemon, pools, ends)
+    await _wait(daemon, traces, traced_by)
 
 
 async def _wait(daemon: Daemon, threads: Sequence[threading.Thread], ends: float) -> None:
@@ -106,8 +109,10 @@ async def _wait(daemon: Daemon, threads: Sequence[threading.Thread], ends: float
 
 
 def _close(daemon: Daemon, name: str, state: ReuseState) -> None:
-    if name == FIRST_DEVICE:
+    if name == daemon.policy_state.device:
         daemon.policy_state.save(state)
+    elif (folder := daemon.config().nvme.paths.get(name)) is not None:
+        daemon.policy_state.discard_in(folder)  # an older one, from before another device was added
     daemon.tiers.devices[name].close()
 
 

@@ -23,7 +23,7 @@ import msgpack
 from kvstore.errors import LocalProtocolError, RemoteProtocolError
 from kvstore.types import MAX_KEY_BYTES, MOST_TIERS
 
-VERSION = 12
+VERSION = 13
 """The newest version of the wire."""
 OLDEST = 7
 """The oldest supported version. New fields are added at the end of a message, `_since` a version. No field
@@ -47,6 +47,7 @@ MOST_VALUES = LONGEST
 MOST_OF_OPERATORS = 16 * LONGEST
 """The same for operators, who send whole configurations."""
 _SHORT_BYTES = 4096
+_PACKER_BYTES = 4096  # the default of msgpack, 256 KiB, is mapped and unmapped in each call
 """Shorter messages cannot hold too many values."""
 
 _SHOWN = (int, float, str, bytes)  # types whose values are repeated to a peer: nothing nested
@@ -563,6 +564,23 @@ class BlocksRead:
         _check_keys(self.key_bytes, self.keys)
 
 
+# -- traces
+
+
+@_message(45)
+class TraceContext:
+    """Names the span that caused the next message, which has the number `request`. Since version 13.
+
+    Sent only for sampled spans. `trace`: 16 bytes, `span`: 8 bytes, `flags`: 1 byte, as in W3C Trace Context.
+    A daemon ignores other values, because no request may fail for its trace, and all if it exports no traces.
+    """
+
+    request: int
+    trace: bytes
+    span: bytes
+    flags: int
+
+
 # -- operators
 
 
@@ -688,7 +706,7 @@ def encode(message: Any, version: int = VERSION) -> bytes:
     if version < codec.newest:
         values = values[: codec.fields_at(version)]
     try:
-        packed: bytes = msgpack.packb((codec.tag, *values))
+        packed: bytes = msgpack.packb((codec.tag, *values), buf_size=_PACKER_BYTES)
     except (TypeError, ValueError, OverflowError) as error:
         raise LocalProtocolError(f"{codec.cls.__name__} cannot be sent: {error}") from None
     return packed

@@ -11,6 +11,7 @@ _MORE = {
     "hbm": "[GPU memory](../gpu.md)",
     "network": "[Network tier](../network.md)",
     "events": "[KV events for routers](../kv-events.md)",
+    "tracing": "[Traces of requests](../tracing.md)",
     "encryption": "[Encryption](../encryption.md)",
     "admin": "[REST, metrics, health](../rest.md)",
     "tenants": "[Tenants](../tenants.md)",

@@ -57,6 +57,7 @@ def test_every_exported_metric_is_described_with_its_labels(tmp_path: Path) -> N
         "nvme": {"path": f"{tmp_path}/nvme", "limit": "16MiB"},
         "network": {"url": f"file://{tmp_path}/network"},
         "events": {"listen": "tcp://127.0.0.1:0"},
+        "tracing": {"collector": "http://127.0.0.1:9"},
     }
     with LocalDaemon(settings) as daemon, Client(daemon.url, strict=True) as client:
         ns, keys = client.namespace(new_layout()), names(4)

@@ -9,6 +9,7 @@ STEP is `name:n`, the n-th call of
     commit      before a transaction of the records
     apply       within it, when a table's changes are in and the commit is not
     committed   after it
+    unlink      deletes a slab
 
 or `*`: every call of the first four while the file FAULT_FILE (--while) exists. FAULT is `kill` (SIGKILL),
 `torn` (half of the bytes are written, then SIGKILL), `hang` (with --while: reads too, each step waits until
@@ -104,6 +105,19 @@ def _hook_device(steps: Steps) -> None:
         steps.reach("fdatasync")
         fdatasync(fd)
 
+    from kvstore.errors import TierError  # noqa: PLC0415
+    from kvstore.tiers.nvme.slabs import Slabs  # noqa: PLC0415
+
+    remove = Slabs.remove
+
+    def shimmed_remove(self: Slabs, extent: int) -> None:
+        try:
+            steps.reach("unlink")
+        except OSError as error:
+            raise TierError(f"cannot remove extent {extent}: {error.strerror}") from error
+        remove(self, extent)
+
+    Slabs.remove = shimmed_remove  # type: ignore[method-assign]
     os.pwritev, os.fdatasync = shimmed_pwritev, shimmed_fdatasync  # type: ignore[assignment]
 
 

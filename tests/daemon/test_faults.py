@@ -134,7 +134,7 @@ def victim(daemon: LocalDaemon) -> Iterator[tuple[Peer, int, list[bytes]]]:
         (pack(m.Ping(1)), "Ping before Hello", CLIENT),
         (pack(m.Lookup(1, 1, 4, b"abcd", 0.0, 0.0)), "Lookup before Hello", CLIENT),
         (pack(m.Hello("redis", 1, "")), "not a kvstore client", ""),
-        (pack(m.Hello(m.MAGIC, 99, "")), "version 99, this daemon versions 7 to 12", "upgrade the daemon"),
+        (pack(m.Hello(m.MAGIC, 99, "")), "version 99, this daemon versions 7 to 13", "upgrade the daemon"),
         (frame(b"\x92\x02" + b"\x91" * 1000 + b"\x01"), "Ping", ""),
     ],
     ids=lambda value: value[:24] if isinstance(value, str) else "",

@@ -231,7 +231,7 @@ def test_every_setting_either_changes_or_is_named() -> None:
         'hedge_after = 1\nadmission = "twice"\n'
         "admission_threshold = 0.5\n"
         '[events]\nlisten = "ipc:///e"\nreplay = "ipc:///r"\nnode = "n"\ntenants = ["t"]\n'
-        '[policy]\neviction = "arc"\n[scrub]\nrate = 0\n'
+        '[tracing]\ncollector = "http://c"\n[policy]\neviction = "arc"\n[scrub]\nrate = 0\n'
         "[limits]\nframe_bytes = 1048576\nbatch_keys = 16\nconnections = 1\nleases_per_connection = 1\n"
         "namespaces = 1\nnamespaces_per_tenant = 1\nqueued_requests = 1\n[encryption]\nkey_file = '/z'\n"
         "[admin]\nrequests_per_s = 1\n"  # another process's

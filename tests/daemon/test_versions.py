@@ -227,7 +227,7 @@ def test_fields_are_added_at_the_end_and_may_be_absent() -> None:
 
 @pytest.mark.parametrize(
     ("speaks", "theirs", "older"),
-    [((5, 6), "versions 5 to 6", "client"), ((13, 14), "versions 13 to 14", "daemon")],
+    [((5, 6), "versions 5 to 6", "client"), ((14, 15), "versions 14 to 15", "daemon")],
     ids=["too old", "too new"],
 )
 def test_versions_too_far_apart_are_misses_and_both_sides_log_this_once(
@@ -253,10 +253,10 @@ def test_versions_too_far_apart_are_misses_and_both_sides_log_this_once(
         ):
             client.ping()
         monkeypatch.undo()
-        assert f"the client speaks {theirs}, this daemon versions 7 to 12" in str(told.value)
+        assert f"the client speaks {theirs}, this daemon versions 7 to 13" in str(told.value)
         assert f"upgrade the {older}" in str(told.value)
         told_there = [line for line in log_of(daemon).splitlines() if line.startswith("WARNING")]
-        assert [f"speak {theirs}, this daemon versions 7 to 12" in line for line in told_there] == [True]
+        assert [f"speak {theirs}, this daemon versions 7 to 13" in line for line in told_there] == [True]
     told_here = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     # The second client is strict: its caller is told.
     [line] = told_here

@@ -1,4 +1,4 @@
-"""What is built for others: wheel, image, manifest, manual pages, Debian package; installed and run."""
+"""What is built for others: wheel, image, manual pages, Debian package; installed and run."""
 
 from __future__ import annotations
 
@@ -17,33 +17,16 @@ import yaml
 from typer.main import get_command
 
 from kvstore import Client, Tier, config
-from kvstore.admin.app import make
 from kvstore.cli import app
-from kvstore.config import GIB, MIB
-from kvstore.daemon.doctor import operators
 from kvstore.socket_paths import default_folder
 from tests.daemons import eventually, got, idle, names, new_layout, payloads, tier
 from tests.packaging.machine import Machine, can_be_made
+from tests.packaging.manifests import CONTAINERS
+from tests.packaging.recipe import RECIPE
 from tests.packaging.sources import ROOT, answers, copy_of_sources, run, running
 from tests.programs import need, need_debian_python
 
 # -- image
-
-
-class Recipe:
-    """As much of a Containerfile as ours uses."""
-
-    def __init__(self, text: str) -> None:
-        joined = re.sub(r"\\\n\s*", "", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE))
-        self.steps = [(line.split(" ", 1)[0], line.split(" ", 1)[1]) for line in joined.split("\n") if line]
-        second = [i for i, (word, _) in enumerate(self.steps) if word == "FROM"][1]
-        self.build, self.final = self.steps[:second], self.steps[second:]
-
-    def of(self, steps: list[tuple[str, str]], word: str) -> list[str]:
-        return [rest for name, rest in steps if name == word]
-
-
-RECIPE = Recipe((ROOT / "packaging" / "Containerfile").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +77,7 @@ def test_the_wheel_serves_from_a_clean_environment(
             for probe in ("readinessProbe", "livenessProbe"):
                 command = [
                     part.replace("/run/operators", str(tmp_path))
-                    for part in container("admin")[probe]["exec"]["command"]
+                    for part in CONTAINERS["admin"][probe]["exec"]["command"]
                 ]
                 eventually(lambda command=command: subprocess.run(command, check=False).returncode == 0, 30)
     python = str(image / "opt/kvstore/bin/python")
@@ -128,116 +111,11 @@ def test_pipx_installs_the_wheel(image: Path, tmp_path: Path) -> None:
     assert printed == config.example(default_folder())
 
 
-# -- manifest
-
-MANIFEST = {
-    document["kind"]: document
-    for document in yaml.safe_load_all((ROOT / "packaging" / "kubernetes.yaml").read_text())
-}
-POD = MANIFEST["DaemonSet"]["spec"]["template"]["spec"]
-
-
-def container(name: str) -> dict[str, Any]:
-    [found] = [c for c in POD["containers"] + POD["initContainers"] if c["name"] == name]
-    return dict(found)
-
-
-def in_cluster() -> config.Config:
-    [(name, text)] = MANIFEST["ConfigMap"]["data"].items()
-    assert name == "kvstore.toml"
-    return config.parse(text)
-
-
-def quantity(text: str) -> int:
-    units = {"Gi": GIB, "Mi": MIB}
-    return int(text[:-2]) * units[text[-2:]]
-
-
-def test_sockets_and_folders_of_the_configuration_are_mounted_from_the_host() -> None:
-    loaded = in_cluster()
-    volumes = {volume["name"]: volume for volume in POD["volumes"]}
-    for name in ("daemon", "admin"):
-        mounts = {m["mountPath"]: m for m in container(name)["volumeMounts"]}
-        assert volumes[mounts["/etc/kvstore"]["name"]]["configMap"]["name"] == "kvstore"
-        # Where an engine's pod may be root, nobody is to be an operator.
-        for path in (loaded.daemon.for_operators, loaded.admin.socket):
-            assert "emptyDir" in volumes[mounts[str(path.parent)]["name"]]
-        assert container(name)["env"] == [
-            {"name": "KVSTORE_SOCKET", "value": f"unix://{loaded.daemon.for_operators}"}
-        ]
-        # Supervisor and libraries write there, and nothing else of the root can be written.
-        assert "emptyDir" in volumes[mounts["/tmp"]["name"]]
-    assert loaded.nvme.path
-    served = {m["mountPath"]: m["name"] for m in container("daemon")["volumeMounts"]}
-    assert volumes[served[str(loaded.daemon.socket.parent)]]["hostPath"]["path"] == "/run/kvstore"
-    assert {line.level for line in operators(loaded)} == {"ok"}
-    mounted = {Path(m["mountPath"]) for m in container("daemon")["volumeMounts"]}
-    assert loaded.nvme.path.parent in mounted
-    owned = {Path(word) for word in container("folders")["command"] if word.startswith("/")}
-    assert owned == {loaded.daemon.socket.parent, loaded.nvme.path.parent}
-    assert owned == {Path(m["mountPath"]) for m in container("folders")["volumeMounts"]}
-
-
-def test_memory_and_time_are_enough() -> None:
-    loaded = in_cluster()
-    limit = quantity(container("daemon")["resources"]["limits"]["memory"])
-    assert quantity(container("daemon")["resources"]["requests"]["memory"]) == limit
-    blocks = (loaded.dram.limit + loaded.nvme.limit) // (64 << 10)
-    assert limit >= loaded.dram.limit + 200 * blocks + GIB
-    assert POD["terminationGracePeriodSeconds"] >= loaded.daemon.stop_timeout + 5
-
-
 def test_versions_with_known_holes_are_excluded() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     floors = {name: floor for name, _, floor in (entry.partition(">=") for entry in project["dependencies"])}
     for name, floor in {"h11": (0, 16), "starlette": (0, 49, 1)}.items():
         assert tuple(map(int, floors[name].split("."))) >= floor, name
-
-
-def test_probes_ask_for_paths_that_there_are() -> None:
-    paths = set(make(in_cluster(), "unix:///run/kvstore/kvstore.sock").openapi()["paths"])
-    for probe, path in {"readinessProbe": "/readyz", "livenessProbe": "/livez"}.items():
-        command = container("admin")[probe]["exec"]["command"]
-        assert command[-1] == f"http://localhost{path}"
-        assert path in paths
-        assert command[command.index("--unix-socket") + 1] == str(in_cluster().admin.socket)
-    assert "curl" in " ".join(RECIPE.of(RECIPE.final, "RUN"))
-
-
-def test_containers_run_commands_that_there_are_and_are_locked_down() -> None:
-    commands = get_command(app).commands  # type: ignore[attr-defined]
-    for name in ("daemon", "admin"):
-        command, *options = container(name)["args"]
-        known = {name for param in commands[command].params for name in param.opts}
-        assert {option for option in options if option.startswith("-")} <= known
-        assert options[-1] == "/etc/kvstore/kvstore.toml"
-    user = POD["securityContext"]["runAsUser"]
-    assert RECIPE.of(RECIPE.final, "USER") == [f"{user}:{POD['securityContext']['runAsGroup']}"]
-    assert POD["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert POD["securityContext"]["runAsNonRoot"]
-    for each in POD["containers"] + POD["initContainers"]:
-        context = each["securityContext"]
-        assert context["readOnlyRootFilesystem"]
-        assert not context["allowPrivilegeEscalation"]
-        assert context["capabilities"]["drop"] == ["ALL"]
-        assert context["capabilities"].get("add", []) == (["CHOWN"] if each["name"] == "folders" else [])
-    version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert version
-    images = {each["image"] for each in POD["containers"] + POD["initContainers"]}
-    assert images == {f"kvstore:{version[1]}"}
-
-
-def test_the_pod_of_an_engine_reaches_the_socket() -> None:
-    [text] = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/kubernetes.md").read_text(), re.DOTALL)
-    spec = yaml.safe_load(text)["spec"]
-    [engine], [volume] = spec["containers"], spec["volumes"]
-    [mount], [variable] = engine["volumeMounts"], engine["env"]
-    assert mount["name"] == volume["name"]
-    assert mount["readOnly"], "a pod's root could put another socket there"
-    assert volume["hostPath"]["path"] == "/run/kvstore"
-    assert variable == {"name": "KVSTORE_SOCKET", "value": f"unix://{in_cluster().daemon.socket}"}
-    assert spec["securityContext"]["supplementalGroups"] == [POD["securityContext"]["runAsGroup"]]
-    assert in_cluster().daemon.socket_mode & 0o060 == 0o060
 
 
 # -- manual pages

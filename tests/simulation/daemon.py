@@ -34,6 +34,8 @@ from tests.simulation.pool import Gpus, SimPool
 
 DRAM, NVME = 0, 1
 SECOND_DEVICE = "nvme1"
+FOLDERS = Path("/simulated")
+"""Where devices would have their folders."""
 NO_KEYS = TenantKeys(Path(os.devnull), None, {})
 TENANTS = ("one", "two")
 """Known by tokens that are their names."""
@@ -52,7 +54,8 @@ class Setup:
     quotas: dict[str, tuple[tuple[int, int], tuple[int, int]]]
     policy: str = "lru"
     admission: Rule = field(default_factory=Rule)
-    second_bytes: int = 0  # the limit of the second device, which is there if the first one is
+    second_bytes: int = 0  # the limit of the second device, which is there if the NVMe tier is
+    first_left: bool = False  # the first device was removed, the second one is there
     hbm_extents: int = 0  # of a pool of GPU memory
     hbm_quotas: dict[str, tuple[int, int]] = field(default_factory=dict)
 
@@ -101,13 +104,18 @@ class Setup:
                 self.hbm_quotas[name] = floor * self.extent_bytes, int(most * self.extent_bytes)
 
     def config(self) -> Config:
+        # A floor that the first device has room for may be too much for the second one alone.
+        quotas = {
+            n: (d, (0, most) if self.first_left else (floor, most))
+            for n, (d, (floor, most)) in self.quotas.items()
+        }
         tenants = "".join(
             f"[tenants.{name}]\n"
             f'tokens = [{{hash = "sha256:{sha256(name.encode()).hexdigest()}", role = "admin"}}]\n'
             + "".join(
                 f"{tier}.floor = {floor}\n{tier}.limit = {limit}\n"
                 for tier, (floor, limit) in (
-                    *zip(("dram", "nvme"), self.quotas.get(name, ()), strict=False),
+                    *zip(("dram", "nvme"), quotas.get(name, ()), strict=False),
                     *(("hbm", part) for part in [self.hbm_quotas.get(name)] if part is not None),
                 )
             )
@@ -128,9 +136,10 @@ class Setup:
         nvme: dict[str, Any] = {}
         if self.nvme_extents:
             nvme["limit"] = self.nvme_extents * self.extent_bytes
+            nvme["path"] = None if self.first_left else FOLDERS / FIRST_DEVICE
         if self.second_bytes:
             second = NvmeDevice.model_construct(
-                path=Path(SECOND_DEVICE),
+                path=FOLDERS / SECOND_DEVICE,
                 limit=self.second_bytes,
                 write_budget=self.admission.bytes_a_day,
             )
@@ -172,7 +181,7 @@ class Life:
         gpu: Gpus | None = None,
     ) -> None:
         """`disks` by the names of devices: also of those that come later, once they are there."""
-        disk, config = disks[FIRST_DEVICE], setup.config()
+        disk, config = next(iter(disks.values())), setup.config()
         self.process = Process(disk.loop, f"daemon{number}")
         self.up = False
         self.stopped = False
@@ -324,6 +333,13 @@ class _Nvme(NvmeTier):
     def __init__(self, process: Process, *parts: Any) -> None:
         super().__init__(*parts)
         self._jobs = _Worker(process)
+
+    def retire(self) -> Path:
+        self.close()
+        return FOLDERS
+
+    def take_back(self) -> None:
+        pass
 
 
 class _Checkers:

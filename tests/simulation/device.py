@@ -12,6 +12,7 @@ import os
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -120,6 +121,7 @@ class SimSlabs:
     """See `kvstore.tiers.nvme.slabs.Slabs`."""
 
     direct = True
+    folder = Path("/simulated")
 
     def __init__(self, disk: Disk) -> None:
         self.extent_bytes = disk.extent_bytes

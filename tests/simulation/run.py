@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvstore.client.leases import Reservation
-from kvstore.config import FIRST_DEVICE
+from kvstore.config import FIRST_DEVICE, Config
 from kvstore.core import events as ev
 from kvstore.core.queues.device_queue import DRAINING, FENCED, SERVING
 from kvstore.core.requests.leases import number_on_connection
@@ -98,6 +98,12 @@ class World:
             self._device_dice = devices
             if devices.random() < 0.75:
                 self.disks[SECOND_DEVICE] = self._new_second(devices)
+        # And for the first one: whether it leaves, while the second one is there, and comes again.
+        self._first_dice = (
+            random.Random(f"first {seed}") if self._device_dice is not None and not chains else None
+        )
+        self._first_away: Disk | None = None
+        self.coming = SECOND_DEVICE
         # And for two devices that are away in turn: which, when, and where the power fails.
         self._turns: random.Random | None = None
         self._drives = tuple(self.disks.values())
@@ -226,7 +232,7 @@ class World:
                 life.daemon.core.handle(ev.SetLimit(tier, n * size))
             if name == SECOND_DEVICE:
                 setup.second_bytes = n * size
-            elif tier == NVME:
+            elif name == FIRST_DEVICE:
                 setup.nvme_extents = n
             else:
                 setup.dram_extents = n
@@ -254,24 +260,57 @@ class World:
         self._restored()
         coming = not setup.second_bytes
         if coming and SECOND_DEVICE in life.daemon.tiers.devices:
-            self._is_refused(life)
+            config = replace(setup, second_bytes=self.disks[SECOND_DEVICE].extent_bytes).config()
+            self._is_refused(life, config, "refused to come")
             return
+        if setup.first_left:
+            self._is_refused(life, replace(setup, second_bytes=0).config(), "refused to leave")
+            return
+        self.coming = SECOND_DEVICE
         opened = self._opened(dice) if coming else {}
         setup.second_bytes = setup.second_bytes if coming else 0
         self.log(f"{SECOND_DEVICE} {'comes' if coming else 'leaves'}")
         life.daemon.reload.apply(setup.config(), [], opened)
         self.quotas = audit.Quotas()
 
-    def _is_refused(self, life: Life) -> None:
-        """A device that is still leaving can not come."""
-        config = replace(self.setup, second_bytes=self.disks[SECOND_DEVICE].extent_bytes).config()
+    def _first_comes_or_leaves(self) -> None:
+        """The first device leaves, or comes: as it was left, if nothing is on it, else another one."""
+        life, setup = self.life, self.setup
+        if life is None or not life.up or not setup.second_bytes:
+            return
+        self._restored()
+        if setup.first_left and FIRST_DEVICE in life.daemon.tiers.devices:
+            self._is_refused(life, replace(setup, first_left=False).config(), "refused to come")
+            return
+        setup.first_left = not setup.first_left
+        opened: dict[str, NvmeTier] = {}
+        if not setup.first_left:
+            self.coming = FIRST_DEVICE
+            before = self.disks.pop(FIRST_DEVICE, None) or self._first_away
+            assert before is not None
+            self.disks[FIRST_DEVICE] = before
+            try:
+                opened = open_new(setup.config(), [FIRST_DEVICE], None)
+            except TierError as error:
+                self.log(str(error))
+                size = setup.extent_bytes
+                self.disks[FIRST_DEVICE] = self._new_disk(FIRST_DEVICE, self.dice, setup.nvme_extents, size)
+                opened = open_new(setup.config(), [FIRST_DEVICE], None)
+        self.log(f"{FIRST_DEVICE} {'leaves' if setup.first_left else 'comes'}")
+        self.counts["the first device leaves"] += setup.first_left
+        self.counts["the first device comes again"] += not setup.first_left
+        life.daemon.reload.apply(setup.config(), [], opened)
+        self.quotas = audit.Quotas()
+
+    def _is_refused(self, life: Life, config: Config, what: str) -> None:
+        """A device that is still leaving can not come, and the last one can not leave."""
         try:
             life.daemon.reload.consequences(config)
         except ConfigError as error:
             self.log(str(error))
-            self.counts["refused to come"] += 1
+            self.counts[what] += 1
         else:
-            self.fail("a device comes once", f"{SECOND_DEVICE} is still leaving")
+            self.fail("a device comes once, and one stays", what)
 
     def _opened(self, dice: random.Random) -> dict[str, NvmeTier]:
         """The second device, as the one before was left, if nothing is on it; else another one."""
@@ -314,6 +353,8 @@ class World:
         self.log(f"daemon {self._lives} starts")
         if not self.setup.second_bytes:
             self._away = self.disks.pop(SECOND_DEVICE, self._away)
+        if self.setup.first_left:
+            self._first_away = self.disks.pop(FIRST_DEVICE, self._first_away)
         if self._turns is not None and not self.ending:
             self._take_turns(self._turns)
         self.life = Life(self.setup, self._lives, self.disks, self.manager, self.net, self.gpu)
@@ -510,7 +551,8 @@ class World:
             n = self._turns.randint(3, 7)
             crashes += [(self._turns.randrange(20, steps), self._turns.choice(kinds)) for _ in range(n)]
         crashes.sort(reverse=True)
-        moves, losses = self._draw_moves(steps), self._draw_losses(steps)
+        moves, losses = self._draw_moves(steps, self._device_dice, (0, 1, 2, 4)), self._draw_losses(steps)
+        first_moves = self._draw_moves(steps, self._first_dice, (2, 6, 12))
         while self.loop.steps < steps:
             if not self.step():
                 break
@@ -524,6 +566,9 @@ class World:
             if moves and self.loop.steps >= moves[-1] and self.life is not None:
                 moves.pop()
                 self.life.process.call_soon(self._come_or_leave, self._device_dice)
+            if first_moves and self.loop.steps >= first_moves[-1] and self.life is not None:
+                first_moves.pop()
+                self.life.process.call_soon(self._first_comes_or_leaves)
             if losses and self.loop.steps >= losses[-1]:
                 losses.pop()
                 if self.life is not None and self.life.up and self.life.pool is not None:
@@ -538,12 +583,11 @@ class World:
         dice = self.gpu.dice
         return sorted((dice.randrange(20, steps) for _ in range(dice.choice((0, 0, 1, 1, 2)))), reverse=True)
 
-    def _draw_moves(self, steps: int) -> list[int]:
-        """At which steps the second device comes or leaves, the last one first."""
-        dice = self._device_dice
+    def _draw_moves(self, steps: int, dice: random.Random | None, counts: tuple[int, ...]) -> list[int]:
+        """At which steps a device comes or leaves, the last one first."""
         if dice is None or self._turns is not None:
             return []
-        return sorted((dice.randrange(20, steps) for _ in range(dice.choice((0, 1, 2, 4)))), reverse=True)
+        return sorted((dice.randrange(20, steps) for _ in range(dice.choice(counts))), reverse=True)
 
     def step(self) -> bool:
         """One callback, and what follows from it in the world outside."""
@@ -613,7 +657,7 @@ class World:
 
     def _on_record(self) -> list[tuple[int, bytes]]:
         """All blocks on record, as clients name them."""
-        kept = [d for name, d in self.disks.items() if name == FIRST_DEVICE or self.setup.second_bytes]
+        kept = [disk for name, disk in self.disks.items() if name in self.setup.config().nvme.limits]
         return [
             (self._space(disk, number), key) for disk in kept for number, key in sorted(audit.records(disk))
         ]

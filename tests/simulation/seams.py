@@ -24,7 +24,7 @@ from kvstore.daemon.server.peer_credentials import Peer
 from kvstore.tiers.nvme import journal
 from kvstore.tiers.nvme.tier import NvmeTier
 from tests.simulation import pool
-from tests.simulation.daemon import SECOND_DEVICE, Thread
+from tests.simulation.daemon import Thread
 
 _SOMEBODY = 61001
 """The user that all clients are: who they are, only their tokens say."""
@@ -47,11 +47,11 @@ def in_simulation(world: Any) -> Iterator[None]:
         begin(room, *args, **more)
         room.granted_by = world.life
 
-    def opened(config: Config, name: str, first: NvmeTier | None) -> NvmeTier:
+    def opened(config: Config, name: str, other: NvmeTier | None) -> NvmeTier:
         return world.life.open(config, name)  # type: ignore[no-any-return]
 
     def extent_bytes_of_new(limit_bytes: int, tenants: int) -> int:
-        return int(world.disks[SECOND_DEVICE].extent_bytes)
+        return int(world.disks[world.coming].extent_bytes)
 
     read_slots = native.read_slots
 

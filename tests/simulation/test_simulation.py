@@ -55,6 +55,8 @@ OF_DEVICES = (
     "with two devices",
     "devices came",
     "devices left",
+    "the first device leaves",
+    "the first device comes again",
     "a device is away",
     "a device has forgotten",
     "cut between commits of generations",

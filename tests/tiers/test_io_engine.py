@@ -415,6 +415,26 @@ class TestSystemCalls(IOEngineContract):
         assert run(engine, [BlockIO(0, 0, memoryview(bytearray(4 * ALIGN)), False)]) == [None]
         engine.close()
 
+    @pytest.mark.parametrize(
+        ("blocks", "pages", "tasks"), [(1, 16, 1), (3, 8, 1), (16, 1, 4), (1, 128, 1), (4, 128, 4)]
+    )
+    def test_little_to_move_wakes_one_thread(
+        self, monkeypatch: pytest.MonkeyPatch, blocks: int, pages: int, tasks: int
+    ) -> None:
+        moved: list[int] = []
+
+        def spy(pieces: Sequence[Any]) -> list[int]:
+            moved.append(sum(len(piece[2]) for piece in pieces))
+            return [0] * len(pieces)
+
+        monkeypatch.setattr(native, "move_files", spy)
+        engine = PosixEngine(threads=4)
+        ios = [BlockIO(0, n << 20, aligned(pages * ALIGN), False) for n in range(blocks)]
+        assert run(engine, ios) == [None] * blocks
+        engine.close()
+        assert sum(moved) == blocks * pages * ALIGN
+        assert len(moved) == tasks
+
     def test_a_full_queue_answers_eagain(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         gate = threading.Event()
         whole = os.pwritev

@@ -21,7 +21,16 @@ from kvstore.admin.routers.dependencies import (
     reading_router,
 )
 from kvstore.admin.schemas import configuration as views
-from kvstore.config import NvmeDevice, Tenant, Values, difference, parse_write_budget
+from kvstore.config import (
+    NvmeDevice,
+    Tenant,
+    Values,
+    device_patch,
+    device_table,
+    device_values,
+    difference,
+    parse_write_budget,
+)
 
 reading = reading_router("configuration")
 changing = changing_router("configuration")
@@ -102,7 +111,7 @@ async def configured_tenant(daemon: DaemonState, name: str, response: Response |
 
 @reading.get("/devices/{name}/settings", dependencies=[VIEWER], responses=documented(404, 422))
 async def show_device_settings(daemon: Daemon, response: Response, name: DevicePath) -> views.DeviceSettings:
-    """Folder, limit and write budget of an added NVMe device. The first device is `nvme` in the settings."""
+    """Folder, limit and write budget of an NVMe device. `nvme` is the first one."""
     device = NvmeDevice.model_validate(await _configured_device(daemon, name, response))
     is_multiple = isinstance(device.write_budget, str) and device.write_budget.endswith("x")
     budget = device.write_budget if is_multiple else parse_write_budget(device.write_budget, device.limit)
@@ -115,18 +124,20 @@ async def put_device_settings(
 ) -> views.SettingsChanged:
     """Adds a device with an existing, empty folder to the NVMe tier, or changes its limit and budget."""
     wanted = settings.model_dump()
-    return await editor.edit(("nvme", "devices", name), lambda before: difference(before or {}, wanted))
+    return await editor.edit(
+        device_table(name), lambda table: difference(device_values(name, table) or {}, wanted)
+    )
 
 
 @changing.delete("/devices/{name}/settings", responses=documented(412))
 async def remove_device(editor: ConditionalEdit, name: DevicePath) -> views.SettingsChanged:
     """Removes a device. It takes no more writes and is read until it is empty; then its blocks are gone."""
     await _configured_device(editor.daemon, name)
-    return await editor.patch(("nvme", "devices", name), {"nvme": {"devices": {name: None}}})
+    return await editor.patch(device_table(name), device_patch(name, None))
 
 
 async def _configured_device(daemon: DaemonState, name: str, response: Response | None = None) -> Values:
-    settings = await read_part(daemon, ("nvme", "devices", name), response)
+    settings = device_values(name, await read_part(daemon, device_table(name), response))
     if settings is None:
-        raise ProblemError(404, f"no device {name!r:.80} was added", "PUT adds it")
+        raise ProblemError(404, f"no device {name!r:.80} is configured", "PUT adds it")
     return settings

@@ -77,7 +77,7 @@ class TenantSettings(StrictBody):
 
 
 class DeviceSettings(StrictBody):
-    """An additional device of the NVMe tier: its folder, its limit in bytes, its write budget per day.
+    """A device of the NVMe tier: its folder, its limit in bytes, its write budget per day.
 
     `write_budget` is in bytes, or a multiple of the limit such as "1x"; 0: no budget.
     """

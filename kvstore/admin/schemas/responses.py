@@ -105,6 +105,7 @@ class Status(View):
     gpus: dict[str, str] = Field(description="GPU UUIDs by pool name.")
     network: NetworkTier | None
     events: dict[str, int | str] = Field(description="KV events for routers; empty if none are published.")
+    tracing: dict[str, int | str] = Field(description="Traces of requests; empty if none are exported.")
     copies: str = Field(
         description="What copies and verifies blocks: the C extension and its instruction set, or Python.",
         examples=["native, AVX2"],

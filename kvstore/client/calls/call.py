@@ -12,6 +12,7 @@ no generated file. `help()` and `inspect` see plain functions.
 from __future__ import annotations
 
 import inspect
+import sys
 import time
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,13 @@ Flow = Generator[Any, Any, R]
 
 Exceptions of a step are raised in the flow. The flow returns the result of the call.
 """
+
+
+MadeBy = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
+"""The name of a method, its object and its arguments."""
+
+OPENTELEMETRY = "opentelemetry.context"
+"""A process that makes spans has imported this module."""
 
 
 class Step:
@@ -61,9 +69,21 @@ class Exchange:
 
     A reservation needs the connection of its call again and sets `kept`: no other call gets the connection
     until `resume` has driven one more flow on it, or `finish` is called.
+
+    `context`: trace id, span id and flags of the call's span, for the daemon; None: it is not traced.
+    `failure`: outcome and reason behind a miss, not the exception: that would keep the arguments of the call.
     """
 
-    __slots__ = ("_give_back", "_resume", "connection", "ends_s", "kept", "protocol")
+    __slots__ = (
+        "_give_back",
+        "_resume",
+        "connection",
+        "context",
+        "ends_s",
+        "failure",
+        "kept",
+        "protocol",
+    )
 
     def __init__(
         self,
@@ -75,12 +95,15 @@ class Exchange:
         self.protocol: ProtocolState
         self.ends_s = ends_s
         self.kept = False
+        self.context: tuple[bytes, bytes, int] | None = None
+        self.failure: tuple[str, str] | None = None
         self._resume = resume
         self._give_back = give_back
 
     def use(self, connection: BaseConnection) -> None:
         """Sets the connection of the call."""
         self.connection, self.protocol = connection, connection.protocol
+        self.protocol.context = self.context
 
     def left_s(self) -> float:
         """Returns the seconds that the daemon may take: the time left, less a margin for the answer."""
@@ -108,12 +131,14 @@ class Exchange:
 class Call(Generic[R]):
     """One call. `flow` makes it on a connection; `miss` returns the result if the daemon is away or refuses.
 
-    Without `miss` the failure is raised. `deadline_s` None: the deadline of the client.
+    Without `miss` the failure is raised. `deadline_s` None: the deadline of the client. `made_by` is for
+    the span of the call; None if OpenTelemetry is not imported.
     """
 
     flow: Callable[[Exchange], Flow[R]]
     deadline_s: float | None = None
     miss: Callable[[], R] | None = None
+    made_by: MadeBy | None = None
 
 
 class Blocking:
@@ -151,11 +176,14 @@ class call(Generic[P, R]):
 
     def blocking(self) -> Callable[..., R]:
         """Returns the method of a blocking client."""
-        describe = self._describe
+        describe, name = self._describe, self._describe.__name__
 
         @wraps(describe)
         def method(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
-            result: R = self._perform(describe(self, *args, **kwargs))
+            call = describe(self, *args, **kwargs)
+            if OPENTELEMETRY in sys.modules:
+                call.made_by = name, self, args, kwargs
+            result: R = self._perform(call)
             return result
 
         self._sign(method)
@@ -163,11 +191,14 @@ class call(Generic[P, R]):
 
     def awaiting(self) -> Callable[..., Coroutine[Any, Any, R]]:
         """Returns the method of an asyncio client. It checks its arguments when it is awaited."""
-        describe = self._describe
+        describe, name = self._describe, self._describe.__name__
 
         @wraps(describe)
         async def method(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
-            result: R = await self._perform(describe(self, *args, **kwargs))
+            call = describe(self, *args, **kwargs)
+            if OPENTELEMETRY in sys.modules:
+                call.made_by = name, self, args, kwargs
+            result: R = await self._perform(call)
             return result
 
         self._sign(method)

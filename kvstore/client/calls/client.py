@@ -123,6 +123,7 @@ class ClientCalls:
     def invalidate(self, model: str = "", revision: str = "") -> Call[int]:
         """Deletes the tenant's namespaces of this model and revision ("": any); returns how many blocks.
 
+        On all nodes of a network tier; the number is that of this node.
         Needs the role admin. Also returns 0 if the daemon is away or refuses (unless strict).
         """
         check_names(model, revision)
@@ -130,7 +131,7 @@ class ClientCalls:
 
     @call
     def delete_tenant(self, name: str, deadline_s: float = 60.0) -> Call[int]:
-        """Deletes all blocks of a tenant; returns how many.
+        """Deletes all blocks of a tenant, on all nodes of a network tier; returns how many on this node.
 
         For admins of the tenant, and for operators. Raises DeniedError or UnavailableError if it fails.
         """

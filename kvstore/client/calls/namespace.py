@@ -52,7 +52,10 @@ class NamespaceCalls(ReadCalls, WriteCalls):
 
     @call
     def invalidate(self, keys: Sequence[Key] | None = None) -> Call[int]:
-        """Deletes the blocks of these keys; returns how many. None: the whole namespace, for admins."""
+        """Deletes the blocks of these keys; returns how many on this node.
+
+        None: the whole namespace, for admins; on all nodes of a network tier.
+        """
         if keys is None:
             return Call(lambda exchange: forget(exchange, self._scope), miss=int)
         return self._count(m.Invalidate, keys)

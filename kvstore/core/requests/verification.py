@@ -15,6 +15,7 @@ from kvstore.core.requests.reads import Reads
 
 _PROBES = 64
 _SCRUB_ROWS = 1 << 12  # rows searched per event, which delay all other requests
+_SCRUB_BLOCKS = 256  # blocks probed per event, for the same reason
 
 
 class Verification:
@@ -53,7 +54,7 @@ class Verification:
             # One pool a probe.
             slots = blocks.slot[event.tier, rows]
             pool = tier.slots.pool_of(int(slots[0]))
-            n = min(max(1, -(-event.step_bytes // pool.slot_bytes)), len(rows))
+            n = min(max(1, -(-event.step_bytes // pool.slot_bytes)), _SCRUB_BLOCKS, len(rows))
             alike = tier.slots.are_of(pool, slots[:n])
             n = n if alike.all() else int(alike.argmin())
             last = int(rows[n]) if n < len(rows) else last

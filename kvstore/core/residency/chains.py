@@ -22,6 +22,7 @@ from kvstore.core.reuse.reuse import Reuse
 
 _LONGEST_CHAIN = 1 << 17
 _RUN = 256
+_SHORT_RUN = 32
 _MOST_RUNS = 256
 _REMOVING = 4
 """The state of a row within `remove`, in addition to those of `Blocks`."""
@@ -67,17 +68,22 @@ class Chains(Job):
 
         Most chains were stored by one request and lie in ascending rows. Their runs are long.
         """
-        done, look = 0, _RUN
+        done, look, parent_of = 0, _RUN, self._parent_of
         while row >= 0 and done < _LONGEST_CHAIN:
-            first = max(0, row - look)
-            breaks = self._blocks.parent[row:first:-1] != np.arange(row - 1, first - 1, -1)
-            n = int(breaks.argmax()) if row > first else 0
-            broken = row > first and breaks[n]
-            start = row - n if broken else first
+            start, least = row, max(0, row - _SHORT_RUN)
+            # A loop ends a short run sooner than numpy begins.
+            while start > least and parent_of[start] == start - 1:
+                start -= 1
+            if start == least > 0:
+                first = max(0, start - look)
+                breaks = self._blocks.parent[start:first:-1] != np.arange(start - 1, first - 1, -1)
+                n = int(breaks.argmax())
+                broken = bool(breaks[n])
+                start = start - n if broken else first
+                look = _RUN if broken else 2 * look
             yield start, row
             done += row + 1 - start
-            look = _RUN if broken else 2 * look
-            row = self._parent_of[start]
+            row = parent_of[start]
 
     def link(self, rows: Rows, parents: Rows) -> None:
         """Sets the parents (-1: root) of rows that have none, in the order of the rows.

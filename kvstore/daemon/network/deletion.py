@@ -3,6 +3,9 @@
 While a deletion runs, its blocks are neither read from the network nor written to it. If the backend does not
 confirm a deletion, the request fails and the node retries the deletion until it succeeds. The list of pending
 deletions is lost with the process.
+
+The deletion of a whole namespace writes a new epoch, so that other nodes delete their blocks too (see
+`epochs`), and then deletes the objects of earlier epochs. A retry writes no second epoch.
 """
 
 from __future__ import annotations
@@ -11,14 +14,16 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from kvstore.core import actions as ac
 from kvstore.daemon.network.eligibility import Eligibility, Target
+from kvstore.daemon.network.epochs import Epochs
 from kvstore.daemon.network.executor import HEALTH_CHECK_EVERY_S, BackendExecutor
 from kvstore.daemon.network.existence import ExistenceChecks
+from kvstore.daemon.network.names import ZERO, block_name, name_prefix
 from kvstore.daemon.network.tasks import Callback, Copied, Tasks
 from kvstore.daemon.network.uploads import Uploads
 from kvstore.daemon.runtime.ports import Requester
@@ -33,13 +38,27 @@ _LIST_WITHIN_S = 60.0
 
 @dataclass(slots=True, eq=False)
 class Deletion:
-    """Deletes objects, and retries deletions that failed."""
+    """Deletes objects, and retries deletions that failed.
+
+    `_to_renew` counts the requests for which a namespace's new epoch is not written yet, `_old` has the
+    epochs whose objects are still to be deleted. `_unnamed` has keys that cannot be deleted on the network
+    while the epoch of their namespace is unknown. All three are by fingerprint.
+    """
 
     _executor: BackendExecutor
     _eligibility: Eligibility
     _existence: ExistenceChecks
     _tasks: Tasks
     _uploads: Uploads
+    _epochs: Epochs
+    _to_renew: Counter[bytes] = field(init=False, default_factory=Counter)
+    _old: dict[bytes, set[bytes]] = field(init=False, default_factory=dict)
+    _unnamed: dict[bytes, set[bytes]] = field(init=False, default_factory=dict)
+
+    @property
+    def owed(self) -> int:
+        """The deletions that failed and are retried."""
+        return len(self._eligibility.to_retry) + sum(map(len, self._unnamed.values()))
 
     def delete(
         self,
@@ -58,16 +77,57 @@ class Deletion:
         if not shared:
             delete_here(requester)
             return
-        targets: list[Target] = [namespace.fingerprint for namespace in shared]
-        if keys is not None:
-            targets = [Name(shared[0].fingerprint, key) for key in keys]
+        if keys is None:
+            fingerprints = [namespace.fingerprint for namespace in shared]
+            self._to_renew.update(fingerprints)
+            self._start(requester, request, list(fingerprints), delete_here)
+        elif shared[0].epoch is not None:
+            targets: list[Target] = [block_name(shared[0], key) for key in keys]
+            self._start(requester, request, targets, delete_here)
+        else:
+            unnamed = self._delete_unnamed(requester, request, shared[0], set(keys), delete_here)
+            self._tasks.start(unnamed, shared[0])
+
+    async def _delete_unnamed(
+        self,
+        requester: Requester,
+        request: int,
+        namespace: NamespaceEntry,
+        keys: set[bytes],
+        delete_here: Callable[[Requester], None],
+    ) -> None:
+        """Deletes blocks of a namespace whose epoch is unknown: on the network, once it is known."""
+        if await self._eligibility.knows_epoch(namespace, self._executor.timeout_s):
+            self._start(requester, request, [block_name(namespace, key) for key in keys], delete_here)
+            return
+        self._unnamed.setdefault(namespace.fingerprint, set()).update(keys)
+
+        def deleted_here(action: Any) -> None:
+            requester.answer(request, action if isinstance(action, ac.Deny) else self._refusal(request))
+
+        delete_here(Callback(deleted_here))
+
+    def epoch_known(self, namespace: NamespaceEntry) -> None:
+        """Has blocks deleted on the network that had no names before."""
+        keys = self._unnamed.pop(namespace.fingerprint, None)
+        if keys:
+            self._retry_later([block_name(namespace, key) for key in keys])
+
+    def _start(
+        self,
+        requester: Requester,
+        request: int,
+        targets: list[Target],
+        delete_here: Callable[[Requester], None],
+    ) -> None:
+        """Deletes targets here and then on the network."""
         self._eligibility.deletions.update(targets)
         # An upload that has started would write its object after the deletion.
         uploads = self._uploads.within(set(targets))
 
         def deleted_here(action: Any) -> None:
             if isinstance(action, ac.Deny):
-                self._eligibility.deletions -= Counter(targets)
+                self._ended(targets)
                 requester.answer(request, action)
             else:
                 self._tasks.start(self._delete(requester, request, action, targets, uploads))
@@ -81,10 +141,17 @@ class Deletion:
             await asyncio.wait(uploads)
         if not await self._delete_there(targets):
             self._retry_later(targets)
-            why = f"deleted here, but not on the network: {self._executor.problem or 'it did not answer'}"
-            answer = ac.Deny(request, why, "this node retries the deletion and does not serve these blocks")
-        self._eligibility.deletions -= Counter(targets)
+            answer = self._refusal(request)
+        self._ended(targets)
         requester.answer(request, answer)
+
+    def _ended(self, targets: Iterable[Target]) -> None:
+        self._eligibility.deletions -= Counter(targets)
+        self._epochs.ask()  # an epoch that is unknown now was not read meanwhile
+
+    def _refusal(self, request: int) -> ac.Deny:
+        why = f"deleted here, but not on the network: {self._executor.problem or 'it did not answer'}"
+        return ac.Deny(request, why, "this node retries the deletion and does not serve these blocks")
 
     def _retry_later(self, targets: Sequence[Target]) -> None:
         if not self._eligibility.to_retry:
@@ -95,7 +162,13 @@ class Deletion:
         while self._eligibility.to_retry:
             await asyncio.sleep(HEALTH_CHECK_EVERY_S)
             if self._executor.usable:
-                await self._delete_there(list(self._eligibility.to_retry))
+                targets = list(self._eligibility.to_retry)
+                # Epochs that this deletion writes must not be compared before they are applied.
+                self._eligibility.deletions.update(targets)
+                try:
+                    await self._delete_there(targets)
+                finally:
+                    self._ended(targets)
 
     async def _delete_there(self, targets: Sequence[Target]) -> bool:
         """Deletes targets on the network. Returns whether the backend confirmed all of them."""
@@ -118,8 +191,38 @@ class Deletion:
         return True
 
     async def _delete_namespace(self, fingerprint: bytes) -> bool:
+        asked = self._to_renew[fingerprint]
+        if asked:
+            # Older daemons write objects of epoch zero, whatever the epoch is.
+            earlier = self._epochs.known(fingerprint) | {ZERO}
+            renewal = await self._epochs.renew(fingerprint)
+            if renewal is None and await self._delete_epochs(fingerprint, earlier):
+                renewal = await self._epochs.renew(fingerprint)  # a full backend has room now
+            if renewal is None:
+                return False
+            # A request that came meanwhile writes an epoch of its own.
+            if self._to_renew[fingerprint] == asked:
+                del self._to_renew[fingerprint]
+            self._epochs.settle(fingerprint, renewal)
+            self._old.setdefault(fingerprint, set()).update(earlier | {renewal.before} - {b""})
+        old = self._old.pop(fingerprint, set())
+        if await self._delete_epochs(fingerprint, old):
+            return True
+        self._old.setdefault(fingerprint, set()).update(old)
+        return False
+
+    async def _delete_epochs(self, fingerprint: bytes, epochs: Iterable[bytes]) -> bool:
+        """Deletes all objects of these epochs of a namespace."""
+        for epoch in epochs:
+            if not await self._delete_prefix(name_prefix(fingerprint, epoch)):
+                return False
+        return True
+
+    async def _delete_prefix(self, prefix: bytes) -> bool:
+        """Deletes all objects of a namespace and one epoch."""
+
         def list_names(ends: float) -> list[Name]:
-            return [listed.name for listed in self._executor.backend.list(fingerprint, ends)]
+            return [listed.name for listed in self._executor.backend.list(prefix, ends)]
 
         try:
             names = await self._executor.run(list_names, _LIST_WITHIN_S)

@@ -20,6 +20,7 @@ from kvstore.core.blocks.key_batch import Keys
 from kvstore.daemon.network.eligibility import Eligibility
 from kvstore.daemon.network.executor import BackendExecutor, batch_blocks
 from kvstore.daemon.network.existence import ExistenceChecks
+from kvstore.daemon.network.names import block_name
 from kvstore.daemon.network.tasks import CLIENT, Copied, Tasks, ask
 from kvstore.daemon.runtime.executor import Executor
 from kvstore.daemon.tenancy.namespaces import NamespaceEntry
@@ -60,15 +61,17 @@ class Downloads:
         Independent blocks are downloaded in the same way and get no parents.
         `kind` is the class of work at the backend's queue: DEMAND or PREFETCH.
         """
-        names = [Name(namespace.fingerprint, key) for key in keys]
+        if namespace.epoch is None:  # it became unknown again since the check of existence
+            return []
+        names = [block_name(namespace, key) for key in keys]
         downloads: list[Copied] = []
-        batch: list[bytes] = []
+        batch: list[Name] = []
         most = batch_blocks(namespace.block_bytes)
         for i, name in enumerate(names):
             download = self._downloads.get(name)
             if download is None:
                 download = self._downloads[name] = asyncio.get_running_loop().create_future()
-                batch.append(keys[i])
+                batch.append(name)
             downloads.append(download)
             ends = i + 1 == len(keys) or names[i + 1] in self._downloads or len(batch) == most
             if batch and ends:
@@ -82,7 +85,7 @@ class Downloads:
     async def _load(
         self,
         namespace: NamespaceEntry,
-        keys: list[bytes],
+        names: list[Name],
         parent: bytes,
         tenant: int,
         kind: int,
@@ -91,18 +94,22 @@ class Downloads:
         """Downloads one batch when the executor's queue starts it."""
         loaded = set[bytes]()
         try:
-            nbytes = len(keys) * slot_bytes(namespace.block_bytes)
-            read = partial(self._read, namespace, namespace.number, keys, parent, until)
+            nbytes = len(names) * slot_bytes(namespace.block_bytes)
+            read = partial(self._read, namespace, namespace.number, names, parent, until)
             loaded = await self._executor.schedule(tenant, kind, nbytes, read) or set()
         finally:
-            for key in keys:
-                self._downloads.pop(Name(namespace.fingerprint, key)).set_result(key in loaded)
+            for name in names:
+                self._downloads.pop(name).set_result(name.key in loaded)
 
     async def _read(
-        self, namespace: NamespaceEntry, number: int, keys: list[bytes], parent: bytes, until: float
+        self, namespace: NamespaceEntry, number: int, names: list[Name], parent: bytes, until: float
     ) -> tuple[set[bytes], int]:
         """Returns the keys of a batch that are on this node now, and the downloaded bytes."""
         if namespace.number != number or not self._eligibility.serves(namespace):
+            return set(), 0
+        keys = [name.key for name in names]
+        # The number changes with the epoch, but the number may have been taken after the names.
+        if namespace.epoch is None or block_name(namespace, keys[0]) != names[0]:
             return set(), 0
         joined = Keys(b"".join(keys), len(keys[0]))
         reserved = await ask(self._core, ev.Reserve(0, CLIENT, number, joined, parent, until, loading=True))
@@ -113,8 +120,9 @@ class Downloads:
         if not reserved.lease:
             return present, 0
         granted = [key for key, status in statuses if status == ac.GRANTED]
+        name_of = {name.key: name for name in names}
         objects = [
-            Object(Name(namespace.fingerprint, key), namespace.block_bytes, slot)
+            Object(name_of[key], namespace.block_bytes, slot, fingerprint=namespace.fingerprint)
             for key, slot in zip(granted, self._dram.slots(reserved.where), strict=True)
         ]
         outcomes = await self._read_hedged(objects)

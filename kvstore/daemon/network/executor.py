@@ -36,6 +36,7 @@ HEALTH_CHECK_EVERY_S = 5.0
 """Time between health checks of a backend that is not used."""
 
 _CONTROL_THREADS = 8
+_UNCHECKED = "not checked yet"
 _HEALTH_WITHIN_S = 5.0
 
 
@@ -63,7 +64,7 @@ class BackendExecutor:
         self.timeout_s = timeout_s
         self.counters: Counter[str] = Counter()
         self.device = DeviceQueue()
-        self.problem = "not checked yet"
+        self.problem = _UNCHECKED
         self._core = core
         self._loop = core.loop
         self._health_changed = health_changed
@@ -81,6 +82,11 @@ class BackendExecutor:
     def usable(self) -> bool:
         """Whether calls are made."""
         return not self.problem
+
+    @property
+    def checked(self) -> bool:
+        """Whether the first health check has ended."""
+        return self.problem != _UNCHECKED
 
     def start(self) -> None:
         """Starts the health checks: one now, and more whenever the backend is not used."""

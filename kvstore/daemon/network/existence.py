@@ -11,6 +11,7 @@ from functools import partial
 
 from kvstore.daemon.network.eligibility import Eligibility
 from kvstore.daemon.network.executor import BackendExecutor
+from kvstore.daemon.network.names import block_name
 from kvstore.daemon.tenancy.namespaces import NamespaceEntry
 from kvstore.tiers.network.base import Name, Outcome
 
@@ -58,8 +59,10 @@ class ExistenceChecks:
         Most prefixes are short or long. So the first check is of few blocks, and each further one of more.
         """
         n, step = 0, _FIRST_PROBE_BLOCKS
+        if not await self._has_names(namespace, until):
+            return 0
         while n < len(keys):
-            names = [Name(namespace.fingerprint, key) for key in keys[n : n + step]]
+            names = [block_name(namespace, key) for key in keys[n : n + step]]
             exist = await self.probe(names, until, fresh)
             if False in exist:
                 return n + exist.index(False)
@@ -67,10 +70,24 @@ class ExistenceChecks:
             step *= _PROBE_GROWTH
         return n
 
+    async def mask(self, namespace: NamespaceEntry, keys: Sequence[bytes], until: float) -> list[bool]:
+        """Returns which blocks exist, as far as known by `until`."""
+        if not await self._has_names(namespace, until):
+            return [False] * len(keys)
+        return await self.probe([block_name(namespace, key) for key in keys], until)
+
     async def has(self, blocks: Sequence[tuple[NamespaceEntry, bytes]]) -> list[bool]:
         """Returns which blocks exist now. Ignores cached misses."""
-        names = [Name(namespace.fingerprint, key) for namespace, key in blocks]
-        return await self.probe(names, self._now() + self._executor.timeout_s, fresh=True)
+        until = self._now() + self._executor.timeout_s
+        for namespace in {namespace: None for namespace, _ in blocks}:
+            await self._has_names(namespace, until)
+        named = [namespace.epoch is not None for namespace, _ in blocks]
+        names = [block_name(*block) for block, known in zip(blocks, named, strict=True) if known]
+        found = iter(await self.probe(names, until, fresh=True))
+        return [known and next(found) for known in named]
+
+    async def _has_names(self, namespace: NamespaceEntry, until: float) -> bool:
+        return await self._eligibility.knows_epoch(namespace, until - RESERVE_S - self._now())
 
     async def probe(self, names: Sequence[Name], until: float, fresh: bool = False) -> list[bool]:
         """Returns which objects exist, as far as known by `until`. `fresh` ignores cached misses."""

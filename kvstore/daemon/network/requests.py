@@ -29,9 +29,8 @@ from kvstore.daemon.network.existence import RESERVE_S, ExistenceChecks
 from kvstore.daemon.network.tasks import Callback, Copied, Tasks, ask
 from kvstore.daemon.network.uploads import Uploads
 from kvstore.daemon.runtime.executor import Executor
-from kvstore.daemon.runtime.ports import Requester
+from kvstore.daemon.runtime.ports import Requester, Trace
 from kvstore.daemon.tenancy.namespaces import NamespaceEntry
-from kvstore.tiers.network.base import Name
 from kvstore.types import slot_bytes
 
 Positions: TypeAlias = npt.NDArray[np.int64]
@@ -50,7 +49,13 @@ class NetworkRequests:
     _uploads: Uploads
 
     def lookup(
-        self, requester: Requester, request: int, event: ev.Lookup, namespace: NamespaceEntry, until: float
+        self,
+        requester: Requester,
+        request: int,
+        event: ev.Lookup,
+        namespace: NamespaceEntry,
+        until: float,
+        trace: Trace | None = None,
     ) -> None:
         """Answers how many leading blocks are here or on the network, as far as known by `until`."""
 
@@ -60,17 +65,24 @@ class NetworkRequests:
                 isinstance(action, ac.Found) and action.value < event.keys.n and not action.stored.unworthy
             )
             if missing and self._may_start(requester, namespace):
-                self._start(requester, request, namespace, self._lookup(event, namespace, action, until))
+                work = self._lookup(event, namespace, action, until, trace)
+                self._start(requester, request, namespace, work)
             else:
                 requester.answer(request, action)
 
         self._core.ask(Callback(found), request, event)
 
     async def _lookup(
-        self, event: ev.Lookup, namespace: NamespaceEntry, found: ac.Found, until: float
+        self,
+        event: ev.Lookup,
+        namespace: NamespaceEntry,
+        found: ac.Found,
+        until: float,
+        trace: Trace | None = None,
     ) -> ac.Found:
         absent = self._absent(namespace, event.keys, found.value)
         existing = await self._existence.prefix(namespace, _keys_at(event.keys, absent), until)
+        _mark(trace, "network.lookup")
         had = int(np.count_nonzero(absent[:existing] < event.have))
         n = had + self._worth_loading(event, namespace, existing - had, event.step)
         _add_network(found.stored, _leading_with(absent, existing, event.keys.n))
@@ -96,8 +108,7 @@ class NetworkRequests:
         self, event: ev.Contains, namespace: NamespaceEntry, here: ac.Presence, until: float
     ) -> ac.Presence:
         absent = np.flatnonzero(~here.mask)
-        names = [Name(namespace.fingerprint, event.keys[i]) for i in absent.tolist()]
-        here.mask[absent] = await self._existence.probe(names, until)
+        here.mask[absent] = await self._existence.mask(namespace, _keys_at(event.keys, absent), until)
         return here
 
     def acquire(
@@ -107,6 +118,7 @@ class NetworkRequests:
         event: ev.Acquire,
         namespace: NamespaceEntry,
         fresh: bool = False,
+        trace: Trace | None = None,
     ) -> None:
         """Answers with a lease. Downloads the blocks that only the network has first, until the deadline.
 
@@ -116,19 +128,29 @@ class NetworkRequests:
         if not view.in_memory(event.namespace, keys, event.tier):
             stored = view.stored(event.namespace, keys)
             if stored < keys.n and self._may_start(requester, namespace):
-                self._start(requester, request, namespace, self._acquire(event, namespace, stored, fresh))
+                work = self._acquire(event, namespace, stored, fresh, trace)
+                self._start(requester, request, namespace, work)
                 return
         self._core.ask(requester, request, event)
 
-    async def _acquire(self, event: ev.Acquire, namespace: NamespaceEntry, stored: int, fresh: bool) -> Any:
+    async def _acquire(
+        self,
+        event: ev.Acquire,
+        namespace: NamespaceEntry,
+        stored: int,
+        fresh: bool,
+        trace: Trace | None = None,
+    ) -> Any:
         keys, until = event.keys, event.deadline
         absent = self._absent(namespace, keys, stored)
         missing = _keys_at(keys, absent)
         existing = await self._existence.prefix(namespace, missing, until, fresh)
+        _mark(trace, "network.lookup")
         n = self._worth_loading(event, namespace, existing)
         parent = keys[stored - 1] if stored else b""
         downloads = self._downloads.start(namespace, missing[:n], parent, event.tenant, DEMAND, until)
         await self._wait(downloads, until)
+        _mark(trace, "network.download")
         loaded, late = _leading(downloads), sum(not download.done() for download in downloads)
         self._executor.counters["hit_blocks"] += loaded
         event.namespace = namespace.number  # the namespace may have been deleted meanwhile
@@ -162,6 +184,24 @@ class NetworkRequests:
         self._downloads.start(namespace, missing[:n], parent, event.tenant, PREFETCH, 0.0)
         return ac.Answer(event.request, _leading_with(absent, n, event.keys.n))
 
+    def reserve(
+        self, requester: Requester, request: int, event: ev.Reserve, namespace: NamespaceEntry
+    ) -> None:
+        """Reserves slots once the epoch of the namespace is known, if it can be read by the deadline.
+
+        Blocks that are stored before may be older than the epoch, and would be deleted.
+        """
+        if self._eligibility.awaits_epoch(namespace) and self._tasks.has_room(requester):
+            self._start(requester, request, namespace, self._reserve(event, namespace))
+        else:
+            self._core.ask(requester, request, event)
+
+    async def _reserve(self, event: ev.Reserve, namespace: NamespaceEntry) -> Any:
+        left_s = event.deadline - RESERVE_S - self._core.now()
+        await self._eligibility.knows_epoch(namespace, min(left_s, self._executor.timeout_s))
+        event.namespace = namespace.number  # its blocks may have been deleted meanwhile
+        return await ask(self._core, event)
+
     def hand_off(
         self,
         requester: Requester,
@@ -181,6 +221,8 @@ class NetworkRequests:
         requester.answer(request, ac.Deny(request, f"the blocks cannot be handed off: {why}", hint))
 
     async def _hand_off(self, namespace: NamespaceEntry, keys: Keys, tenant: int, until: float) -> ac.Answer:
+        if not await self._eligibility.knows_epoch(namespace, until - RESERVE_S - self._core.now()):
+            return ac.Answer(0, 0)
         stored = self._core.view.stored(namespace.number, keys)
         uploads = self._uploads.start(namespace, [keys[i] for i in range(stored)], tenant, DEMAND)
         await self._wait(uploads, until)
@@ -229,6 +271,11 @@ class NetworkRequests:
         key_s = step * slot_bytes(namespace.block_bytes) / device.share_of(now, event.tenant)
         load_s = device.wait_s(now, event.tenant, 0) + np.arange(1, n + 1) * key_s
         return blocks_worth_loading(load_s, step * event.recompute_s, event.deadline - now)
+
+
+def _mark(trace: Trace | None, phase: str) -> None:
+    if trace is not None:
+        trace.mark(phase)
 
 
 def _keys_at(keys: Keys, positions: Positions) -> list[bytes]:

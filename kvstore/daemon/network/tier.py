@@ -20,6 +20,7 @@ from kvstore.core.policy.admission import Rule
 from kvstore.daemon.network.deletion import Deletion
 from kvstore.daemon.network.downloads import Downloads
 from kvstore.daemon.network.eligibility import Eligibility
+from kvstore.daemon.network.epochs import Epochs
 from kvstore.daemon.network.executor import BackendExecutor
 from kvstore.daemon.network.existence import ExistenceChecks
 from kvstore.daemon.network.requests import NetworkRequests
@@ -36,7 +37,7 @@ from kvstore.tiers.network.base import Backend
 class NetworkTier:
     """Composes the parts of one daemon's network tier, starts and stops them.
 
-    Callers use the parts: `requests`, `deletion`, `uploads`, `existence`, `eligibility` and `tasks`.
+    Callers use the parts: `requests`, `deletion`, `uploads`, `existence`, `eligibility`, `epochs`, `tasks`.
     """
 
     def __init__(
@@ -49,15 +50,20 @@ class NetworkTier:
         namespaces: Namespaces,
         encrypts: Callable[[int], bool],
         event_log: EventLog,
+        random_bits: Callable[[int], int],
+        clock: Callable[[], float],
     ) -> None:
-        """`encrypts` returns whether a tenant's blocks are encrypted at rest."""
+        """`encrypts` returns whether a tenant's blocks are encrypted at rest. The last two: see `Daemon`."""
         executor = BackendExecutor(core, backend, config.threads, config.timeout, self._health_changed)
         tasks, eligibility = Tasks(core.loop, namespaces), Eligibility(executor, encrypts)
         existence = ExistenceChecks(executor, eligibility, core.now)
         downloads = Downloads(core, dram, executor, eligibility, existence, tasks, config.hedge_after)
         uploads = Uploads(core, dram, namespaces, executor, eligibility, existence, tasks)
         self.requests = NetworkRequests(core, executor, eligibility, existence, tasks, downloads, uploads)
-        self.deletion = Deletion(executor, eligibility, existence, tasks, uploads)
+        self.epochs = Epochs(core, executor, eligibility, namespaces, tasks, event_log, random_bits, clock)
+        self.deletion = Deletion(executor, eligibility, existence, tasks, uploads, self.epochs)
+        eligibility.ask_epochs = self.epochs.ask
+        self.epochs.on_known = self.deletion.epoch_known
         self.tasks = tasks
         self.eligibility = eligibility
         self.existence = existence
@@ -72,6 +78,7 @@ class NetworkTier:
     def start(self) -> None:
         """Starts the health checks. The backend is used once it is healthy."""
         self._executor.start()
+        self.epochs.start()
 
     async def close(self, within_s: float) -> None:
         """Cancels all tasks and closes the backend.
@@ -96,6 +103,7 @@ class NetworkTier:
     def _health_changed(self, problem: str) -> None:
         self._event_log.add(EntryKind.NETWORK, detail=problem or "in use")
         self.existence.clear()
+        self.epochs.check_all()
         self._set_sharing()
 
     def _set_sharing(self) -> None:
@@ -116,6 +124,6 @@ class NetworkTier:
             "bandwidth_bytes_per_s": round(executor.device.bandwidth(self._core.now())),
             "coming_blocks": len(self._downloads),
             "going_blocks": len(self.uploads),
-            "owed_removals": len(self.eligibility.to_retry),
+            "owed_removals": self.deletion.owed,
             "counters": dict(executor.counters),
         }

@@ -21,6 +21,7 @@ from kvstore.core.queues.device_queue import DEMAND, WRITE_BACK
 from kvstore.daemon.network.eligibility import Eligibility, Target
 from kvstore.daemon.network.executor import BackendExecutor, batch_blocks
 from kvstore.daemon.network.existence import ExistenceChecks
+from kvstore.daemon.network.names import block_name
 from kvstore.daemon.network.tasks import CLIENT, Copied, Tasks, ask
 from kvstore.daemon.runtime.executor import Executor
 from kvstore.daemon.tenancy.namespaces import NamespaceEntry, Namespaces
@@ -33,8 +34,13 @@ _MOST_WAITING = 1 << 14
 
 @dataclass(slots=True, eq=False)
 class Upload:
-    """One block. `ended` has whether the network has it; once `started`, no other upload may replace it."""
+    """One block of the namespace with this fingerprint.
 
+    `ended` has whether the network has it; once `started`, no other upload may replace it.
+    """
+
+    name: Name
+    fingerprint: bytes
     ended: Copied
     kind: int
     started: bool = False
@@ -61,7 +67,7 @@ class Uploads:
         return [
             upload.ended
             for name, upload in self._uploads.items()
-            if name in targets or name.namespace in targets
+            if name in targets or upload.fingerprint in targets
         ]
 
     def offer(self, action: ac.OfferBlocks) -> None:
@@ -75,34 +81,47 @@ class Uploads:
             if len(self._uploads) + len(keys) > _MOST_WAITING:
                 self._executor.counters["dropped_offers"] += len(keys)
                 continue
-            for length in {len(key) for key in keys}:
-                some = [key for key in keys if len(key) == length]
-                self.start(namespace, some, namespace.tenant, WRITE_BACK)
+            if namespace.epoch is not None:
+                self._start_offered(namespace, keys)
+            else:
+                self._tasks.start(self._start_named(namespace, keys), namespace)
+
+    async def _start_named(self, namespace: NamespaceEntry, keys: Sequence[bytes]) -> None:
+        """Uploads offered blocks once the epoch of their namespace is known. Drops them if it is not read."""
+        number = namespace.number
+        known = await self._eligibility.knows_epoch(namespace, self._executor.timeout_s)
+        if known and namespace.number == number:
+            self._start_offered(namespace, keys)
+        else:
+            self._executor.counters["dropped_offers"] += len(keys)
+
+    def _start_offered(self, namespace: NamespaceEntry, keys: Sequence[bytes]) -> None:
+        for length in {len(key) for key in keys}:
+            some = [key for key in keys if len(key) == length]
+            self.start(namespace, some, namespace.tenant, WRITE_BACK)
 
     def start(self, namespace: NamespaceEntry, keys: Sequence[bytes], tenant: int, kind: int) -> list[Copied]:
         """Starts to upload blocks. Joins uploads that are under way.
 
         `kind` is the class of work at the backend's queue. An upload of another kind that still waits is
-        replaced if one of the two is DEMAND.
+        replaced if one of the two is DEMAND. The epoch of the namespace must be known.
         """
         uploads: list[Upload] = []
-        batch: list[tuple[bytes, Upload]] = []
+        batch: list[Upload] = []
         for key in keys:
-            name = Name(namespace.fingerprint, key)
+            name = block_name(namespace, key)
             upload = self._uploads.get(name)
             if upload is None or (kind == DEMAND != upload.kind and not upload.started):
                 ended = asyncio.get_running_loop().create_future()
-                upload = self._uploads[name] = Upload(ended, kind)
-                batch.append((key, upload))
+                upload = self._uploads[name] = Upload(name, namespace.fingerprint, ended, kind)
+                batch.append(upload)
             uploads.append(upload)
         most = batch_blocks(namespace.block_bytes)
         for at in range(0, len(batch), most):
             self._tasks.start(self._store(namespace, batch[at : at + most], tenant, kind), namespace)
         return [upload.ended for upload in uploads]
 
-    async def _store(
-        self, namespace: NamespaceEntry, batch: list[tuple[bytes, Upload]], tenant: int, kind: int
-    ) -> None:
+    async def _store(self, namespace: NamespaceEntry, batch: list[Upload], tenant: int, kind: int) -> None:
         """Uploads one batch when the executor's queue starts it."""
         stored = set[bytes]()
         try:
@@ -110,29 +129,30 @@ class Uploads:
             write = partial(self._write, namespace, namespace.number, batch, kind)
             stored = await self._executor.schedule(tenant, kind, nbytes, write) or set()
         finally:
-            for key, upload in batch:
-                name = Name(namespace.fingerprint, key)
-                if self._uploads.get(name) is upload:
-                    del self._uploads[name]
-                upload.ended.set_result(key in stored)
+            for upload in batch:
+                if self._uploads.get(upload.name) is upload:
+                    del self._uploads[upload.name]
+                upload.ended.set_result(upload.name.key in stored)
 
     async def _write(
-        self, namespace: NamespaceEntry, number: int, batch: list[tuple[bytes, Upload]], kind: int
+        self, namespace: NamespaceEntry, number: int, batch: list[Upload], kind: int
     ) -> tuple[set[bytes], int]:
         """Returns the keys of a batch that are on the network now, and the uploaded bytes."""
-        keys = []
-        for key, upload in batch:
-            name = Name(namespace.fingerprint, key)
+        names = []
+        for upload in batch:
             # A more urgent upload may have replaced this one.
-            if self._uploads.get(name) is upload and not self._eligibility.deletes(name):
+            if self._uploads.get(upload.name) is upload and not self._eligibility.deletes(upload.name):
                 upload.started = True
-                keys.append(key)
-        if not keys or namespace.number != number or not self._eligibility.serves(namespace):
+                names.append(upload.name)
+        if not names or namespace.number != number or not self._eligibility.serves(namespace):
+            return set(), 0
+        # Blocks of a number are of the epoch that its namespace has now, and never of a later one.
+        if namespace.epoch is None or block_name(namespace, names[0].key) != names[0]:
             return set(), 0
         until = self._core.now() + self._executor.timeout_s
-        exist = await self._existence.probe([Name(namespace.fingerprint, key) for key in keys], until)
-        stored = {key for key, exists in zip(keys, exist, strict=True) if exists}
-        moved, left = 0, [key for key in keys if key not in stored]
+        exist = await self._existence.probe(names, until)
+        stored = {name.key for name, exists in zip(names, exist, strict=True) if exists}
+        moved, left = 0, [name for name in names if name.key not in stored]
         while left:
             deadline = until if kind == DEMAND else 0.0
             objects, outcomes = await self._write_run(namespace, number, left, deadline)
@@ -146,10 +166,10 @@ class Uploads:
         return stored, moved
 
     async def _write_run(
-        self, namespace: NamespaceEntry, number: int, keys: list[bytes], deadline: float
+        self, namespace: NamespaceEntry, number: int, names: list[Name], deadline: float
     ) -> tuple[list[Object], list[Outcome]]:
         """Writes the leading blocks that are in DRAM by the deadline."""
-        executor = self._executor
+        executor, keys = self._executor, [name.key for name in names]
         joined = Keys(b"".join(keys), len(keys[0]))
         event = ev.Acquire(0, CLIENT, number, joined, deadline, namespace.tenant, no_touch=True)
         grant = await ask(self._core, event)
@@ -159,9 +179,9 @@ class Uploads:
             n, checksums = len(grant.slots), grant.checksum.tolist()
             parents = self._core.view.parents(number, joined)
             slots = self._dram.slots(grant.where)
-            names = [Name(namespace.fingerprint, key) for key in keys[:n]]
+            nbytes, fingerprint = namespace.block_bytes, namespace.fingerprint
             objects = [
-                Object(names[i], namespace.block_bytes, slots[i], checksums[i], parents[i]) for i in range(n)
+                Object(names[i], nbytes, slots[i], checksums[i], parents[i], fingerprint) for i in range(n)
             ]
             write = partial(_write_verified, executor.backend, objects)
             outcomes = await executor.transfer(write, executor.timeout_s) or [Outcome.FAILED] * n
@@ -183,11 +203,9 @@ class Uploads:
 
 def _write_verified(backend: Backend, objects: Sequence[Object], ends: float) -> list[Outcome]:
     """Writes the objects whose bytes match their checksum. The outcome of the others is TORN."""
-    intact = []
-    for thing in objects:
-        name = thing.name
-        seed = arena.seed(name.namespace, name.key, thing.length)
-        intact.append(arena.checksum(thing.memory[: thing.length], seed) == thing.checksum)
+    intact = [
+        arena.checksum(thing.memory[: thing.length], thing.seed()) == thing.checksum for thing in objects
+    ]
     some = [thing for thing, ok in zip(objects, intact, strict=True) if ok]
     outcomes = iter(backend.write(some, ends) if some else [])
     return [next(outcomes) if ok else Outcome.TORN for ok in intact]

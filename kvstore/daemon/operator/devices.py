@@ -1,7 +1,8 @@
 """NVMe devices: opened at the start, added and removed while the daemon runs.
 
-A device that is added must be empty: only a start recovers blocks. The daemon does not start without the
-first device. Any other device that cannot be opened is left out and reported.
+A device that is added must be empty: only a start recovers blocks. Each device has its own records and keys,
+so any of them can be removed, but for the last one. The daemon does not start if the first device cannot be
+opened. Any other one is left out and reported, and so is a removed device that is still configured.
 """
 
 from __future__ import annotations
@@ -27,39 +28,55 @@ from kvstore.daemon.tenancy.quotas import TenantQuotas
 from kvstore.errors import ConfigError, KVStoreError, TierError
 from kvstore.tiers.nvme.io.engines import best_engine
 from kvstore.tiers.nvme.key_files import MasterKey
-from kvstore.tiers.nvme.tier import NvmeTier
+from kvstore.tiers.nvme.tier import REMOVED, NvmeTier
 from kvstore.types import Tier, extent_bytes
 
 _CLOSED_WITHIN_S = 5.0
-_LEFT_BEHIND = {"lost+found", "slabs", "records", "keys", "lock"}
+_LEFT_BEHIND = {"lost+found", "slabs", "records", "keys", "lock", REMOVED}
 """Files that an empty device may have in its folder: a removed device leaves them."""
 
 
 def open_devices(config: Config) -> tuple[dict[str, NvmeTier], list[str]]:
     """Opens the configured devices. Returns them by name, and why some are left out.
 
-    Raises KVStoreError if the first device cannot be opened.
+    Raises KVStoreError if the first device cannot be opened, or if none is left.
     """
     devices: dict[str, NvmeTier] = {}
     problems = []
-    for name in config.nvme.paths:
+    for name, path in config.nvme.paths.items():
+        note = path / REMOVED
+        if os.path.exists(note):
+            hint = f"delete {_key(name)} from the configuration; to use the folder again, delete {note}"
+            problems.append(f"{_key(name)} is left out: it was removed from a running daemon ({hint})")
+            continue
         try:
-            devices[name] = _open(config, name, devices.get(FIRST_DEVICE))
+            devices[name] = _open(config, name, _any_of(devices))
         except KVStoreError as error:
             if name == FIRST_DEVICE:
                 raise
-            problems.append(f"nvme.devices.{name} is left out: {error.message}")
+            problems.append(f"{_key(name)} is left out: {error.message}")
+    if problems and not devices:
+        raise TierError(f"no NVMe device can be used: {'; '.join(problems)}")
     return devices, problems
 
 
-def open_new(config: Config, names: Iterable[str], first: NvmeTier | None) -> dict[str, NvmeTier]:
+def _any_of(devices: Mapping[str, NvmeTier]) -> NvmeTier | None:
+    return next(iter(devices.values()), None)
+
+
+def _key(name: str) -> str:
+    """Returns the key of a device's folder or table."""
+    return "nvme.path" if name == FIRST_DEVICE else f"nvme.devices.{name}"
+
+
+def open_new(config: Config, names: Iterable[str], other: NvmeTier | None) -> dict[str, NvmeTier]:
     """Opens these configured devices, which must be empty. Raises KVStoreError, and leaves none open."""
     devices: dict[str, NvmeTier] = {}
     try:
         for name in names:
             path = config.nvme.paths[name]
             _check_empty(path)
-            devices[name] = _open(config, name, first)
+            devices[name] = _open(config, name, other)
             found = devices[name].load()
             if found.slot_bytes or len(found.restore.index):
                 raise TierError(
@@ -73,8 +90,9 @@ def open_new(config: Config, names: Iterable[str], first: NvmeTier | None) -> di
                 )
             devices[name].begin_empty(found)
             for tenant in devices[name].keys.encrypted:
-                if first is not None and not first.keys.lacks_key(tenant):
+                if other is not None and not other.keys.lacks_key(tenant):
                     devices[name].keys.make(tenant)
+            devices[name].take_back()
     except BaseException:
         close_all(devices)
         raise
@@ -98,10 +116,10 @@ def close_all(devices: Mapping[str, NvmeTier]) -> None:
         device.close()
 
 
-def _open(config: Config, name: str, first: NvmeTier | None) -> NvmeTier:
+def _open(config: Config, name: str, other: NvmeTier | None) -> NvmeTier:
     limit, path = config.nvme.limits[name], config.nvme.paths[name]
     # A tenant that is encrypted on one device is encrypted on all, even if it is no longer configured.
-    encrypt = dict.fromkeys(first.keys.encrypted if first is not None else (), True)
+    encrypt = dict.fromkeys(other.keys.encrypted if other is not None else (), True)
     encrypt |= {tenant: each.encrypt for tenant, each in config.tenants.items()}
     master = MasterKey.load(config.encryption.key_file)
     engine = best_engine(config.nvme.io_threads)
@@ -141,16 +159,16 @@ class Devices:
 
     def added_by(self, config: Config) -> list[str]:
         """Returns the names of devices that a configuration adds."""
-        return [name for name in config.nvme.devices if name not in self._config().nvme.devices]
+        return [name for name in config.nvme.paths if name not in self._config().nvme.paths]
 
     def opener(self, config: Config) -> Callable[[], dict[str, NvmeTier]]:
         """Returns a function that opens the added devices. It may run on another thread. See `open_new`."""
-        names, first = self.added_by(config), self._tiers.devices.get(FIRST_DEVICE)
+        names, other = self.added_by(config), _any_of(self._tiers.devices)
 
         def opened() -> dict[str, NvmeTier]:
             # One of them may have been removed a moment ago.
             self._tiers.wait_for_closed(_CLOSED_WITHIN_S)
-            return open_new(config, names, first)
+            return open_new(config, names, other)
 
         return opened
 
@@ -158,12 +176,14 @@ class Devices:
         """Raises ConfigError for devices that cannot be added or removed while the daemon runs."""
         wanted = self.added_by(config)
         if wanted and not self._tiers.devices:
-            raise ConfigError(
-                f"nvme.devices.{wanted[0]}: there is no NVMe tier", "set nvme.path, and restart"
-            )
+            raise ConfigError(f"{_key(wanted[0])}: there is no NVMe tier", "restart the daemon")
         for name in wanted:
             if name in self._tiers.devices:
-                raise ConfigError(f"nvme.devices.{name} is being removed", "wait until it is empty")
+                raise ConfigError(f"{_key(name)} is being removed", "wait until it is empty")
+        removed = self._removed_by(config)
+        if removed and not wanted and len(removed) == len(self._staying()):
+            hint = "add another device first; or delete it from the file, and restart the daemon"
+            raise ConfigError(f"{removed[0].name} is the last NVMe device", hint)
         if len(wanted) > self._core.view.addable_devices:
             hint = "restart it: removed devices count until then"
             raise ConfigError(f"{len(wanted)} devices more are too many for this daemon", hint)

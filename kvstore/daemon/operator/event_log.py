@@ -6,6 +6,7 @@ are rare, so they outlast decisions of the same time.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from kvstore.daemon.runtime.executor import Executor
 from kvstore.daemon.tenancy.auth import Authenticator
 from kvstore.daemon.tenancy.namespaces import Namespaces
 from kvstore.errors import MisuseError
+
+_log = logging.getLogger(__name__)
 
 MOST_EVENTS = 64
 """Events on one page. A longer page would delay other requests."""
@@ -97,6 +100,7 @@ class EventLog:
             for kinds, is_so, was_so in zip(_CHANGES, now, before, strict=True):
                 if is_so != was_so:
                     self.add(kinds[is_so], tier=tier.name)
+                    _log.warning("%s: %s", tier.name, kinds[is_so].meaning)
         self._devices = seen
         return True
 

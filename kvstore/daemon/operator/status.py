@@ -17,6 +17,7 @@ from kvstore.daemon.runtime.executor import Executor
 from kvstore.daemon.runtime.tier_set import TierSet
 from kvstore.daemon.tenancy.auth import Principal
 from kvstore.daemon.tenancy.namespaces import Namespaces
+from kvstore.daemon.tracing.tracing import Tracing
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +32,7 @@ class Status:
     _instance: bytes
     _network: NetworkTier | None
     _kv_events: Tracker
+    _tracing: Tracing
     server: Callable[[Principal | None], dict[str, Any]] = field(default=lambda who: {}, init=False)
     """Returns the server's part of the status: for a principal, or for operators."""
     _started: float = field(init=False)
@@ -68,6 +70,7 @@ class Status:
             "gpus": {name: pool.gpu.uuid for name, pool in self._tiers.pools.items()},
             "network": self._network.status() if self._network is not None else None,
             "events": self._kv_events.status(),
+            "tracing": self._tracing.status(),
             "copies": native.IMPLEMENTATION,
             "nvme_io": next((device.engine_name for device in devices), ""),
             "counters": dict(view.counters),

@@ -15,6 +15,12 @@ def ping(session: Session, q: m.Ping) -> None:
     session.send(m.Value(q.id, 0))
 
 
+def trace_context(session: Session, q: m.TraceContext) -> None:
+    """Keeps the caller's span of the next request."""
+    if session.traces is not None:
+        session.traces.note(q)
+
+
 def status(session: Session, q: m.Status) -> None:
     """Answers with the state of the daemon that the peer may see."""
     session.send(m.Report(q.id, session.services.status.of(session.principal)))

@@ -50,7 +50,8 @@ def lookup(session: Session, q: m.Lookup) -> None:
     if services.network is None:
         services.core.ask(session, q.id, event)
     else:
-        services.network.requests.lookup(session, q.id, event, namespace, session.deadline(q.timeout_s))
+        until = session.deadline(q.timeout_s)
+        services.network.requests.lookup(session, q.id, event, namespace, until, session.trace(q.id))
 
 
 def looked_up(session: Session, q: m.LookedUp) -> None:
@@ -146,6 +147,9 @@ def acquire_woken(session: Session, woken: WokenAcquire) -> None:
         session.deny(q.id, absent.message, absent.hint)
         return
     event.namespace = namespace.number
+    if (trace := session.trace(q.id)) is not None:
+        trace.mark("wait")
+        trace.last = "copies"
     _acquire_now(session, q, event, namespace)
 
 
@@ -154,7 +158,8 @@ def _acquire_now(session: Session, q: m.Acquire, event: ev.Acquire, namespace: N
     if services.network is None:
         services.core.ask(session, q.id, event)
     else:
-        services.network.requests.acquire(session, q.id, event, namespace, fresh=q.wait_s > 0)
+        trace = session.trace(q.id)
+        services.network.requests.acquire(session, q.id, event, namespace, q.wait_s > 0, trace)
 
 
 def release(session: Session, q: m.Release) -> None:
@@ -183,10 +188,13 @@ def suspect(session: Session, q: m.Suspect) -> None:
 
 def reserve(session: Session, q: m.Reserve) -> None:
     """Reserves slots for keys that are not stored, and keeps the blocks' tokens for KV events."""
-    namespace, event = _named(session, q)
-    if q.tokens and not session.services.kv_events.add_tokens(namespace, event.keys, q.tokens):
+    services, (namespace, event) = session.services, _named(session, q)
+    if q.tokens and not services.kv_events.add_tokens(namespace, event.keys, q.tokens):
         raise DeniedError(f"{len(q.tokens) // 4} tokens for {event.keys.n} blocks", "see Layout.block_tokens")
-    session.services.core.ask(session, q.id, event)
+    if services.network is None:
+        services.core.ask(session, q.id, event)
+    else:
+        services.network.requests.reserve(session, q.id, event, namespace)
 
 
 def invalidate(session: Session, q: m.Invalidate) -> None:

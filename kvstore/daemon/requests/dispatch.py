@@ -43,6 +43,7 @@ _HANDLERS: dict[type, tuple[Role, Handler]] = {
     m.Forget: (Role.ADMIN, administration.forget),
     m.DeleteTenant: (Role.ADMIN, administration.delete_tenant),
     m.Ping: (Role.READ, administration.ping),
+    m.TraceContext: (Role.READ, administration.trace_context),
     m.Status: (Role.READ, administration.status),
     m.Control: (Role.READ, administration.control),
     m.RecordStart: (Role.READ, administration.start_recording),

@@ -22,6 +22,7 @@ from kvstore.daemon.tenancy.data_keys import DataKeys
 from kvstore.daemon.tenancy.deletion import Deletion
 from kvstore.daemon.tenancy.namespaces import Namespaces
 from kvstore.daemon.tenancy.presence import PresenceMemory
+from kvstore.daemon.tracing.tracing import Tracing
 
 
 class Services(Protocol):
@@ -49,5 +50,6 @@ class Services(Protocol):
     status: Status
     commands: Commands
     calls: Calls
+    tracing: Tracing
     clock: Callable[[], float]
     stopwatch: Callable[[], float]

@@ -16,6 +16,7 @@ from kvstore.daemon.requests.prompts import Prompts
 from kvstore.daemon.requests.services import Services
 from kvstore.daemon.tenancy.auth import Principal, Role
 from kvstore.daemon.tenancy.namespaces import Numbering
+from kvstore.daemon.tracing.request_traces import ConnectionTraces, RequestTrace
 from kvstore.errors import KVStoreError
 from kvstore.wire import messages as m
 
@@ -63,8 +64,9 @@ class Session:
         principal: Principal,
         services: Services,
         enqueue: Callable[[Any], None],
+        traces: ConnectionTraces | None = None,
     ) -> None:
-        """`enqueue` schedules a message as if the peer had sent it."""
+        """`enqueue` schedules a message as if the peer had sent it. `traces`: None if none are exported."""
         self.outbox = outbox
         self.send = outbox.send
         self.number = outbox.number
@@ -72,6 +74,7 @@ class Session:
         self.principal = principal
         self.services = services
         self.enqueue = enqueue
+        self.traces = traces
         self.namespaces = Numbering(m.NAMESPACES)
         self.prompts = Prompts(services.hits, principal.tenant)
         self.waits: set[Wait] = set()
@@ -124,6 +127,10 @@ class Session:
         """Refuses a request. Request 0 has no answer."""
         if request:
             self.send(m.Denied(request, why, hint))
+
+    def trace(self, request: int) -> RequestTrace | None:
+        """Returns the trace of an unanswered request, None if it is not traced."""
+        return self.traces.of(request) if self.traces is not None else None
 
     # -- values for events
 

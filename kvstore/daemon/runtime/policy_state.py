@@ -1,4 +1,4 @@
-"""Saves reuse statistics from one daemon to the next, in a file in the folder of the first NVMe device.
+"""Saves reuse statistics from one daemon to the next, in a file in the folder of one NVMe device.
 
 The file is written at an orderly stop. After a crash it is older than the blocks, which is harmless: it
 affects only the order of eviction. A file that cannot be read is ignored. The file has fingerprints of keys,
@@ -102,14 +102,22 @@ class PolicyStateFile:
     def discard(self) -> None:
         """Deletes the file, because it names a tenant that was deleted. A failure is logged."""
         path = self._path
-        if path is None:
-            return
+        if path is not None:
+            self.discard_in(path.parent)
+
+    def discard_in(self, folder: Path) -> None:
+        """Deletes the file in a folder, if any. A failure is logged."""
         try:
-            path.unlink(missing_ok=True)
+            (folder / _NAME).unlink(missing_ok=True)
         except OSError as error:
-            _log.warning("reuse statistics of a deleted tenant stay until the next stop: %s", error)
+            _log.warning("reuse statistics stay, also of deleted tenants: %s", error)
+
+    @property
+    def device(self) -> str:
+        """The name of the device that has the file: the first one configured. Empty: there is none."""
+        return next(iter(self._config().nvme.paths), "")
 
     @property
     def _path(self) -> Path | None:
-        folder = self._config().nvme.path
+        folder = self._config().nvme.paths.get(self.device)
         return folder / _NAME if folder is not None else None

@@ -29,6 +29,13 @@ class Requester(Protocol):
         """Receives the only answer to the request of this number."""
 
 
+class Trace(Protocol):
+    """The trace of a request: `kvstore.daemon.tracing.request_traces`."""
+
+    def mark(self, phase: str, /) -> None:
+        """Ends a phase of the request, which began with the end of the one before."""
+
+
 class EventLog(Protocol):
     """The operators' event log: `kvstore.daemon.operator.event_log`."""
 

@@ -32,6 +32,7 @@ from kvstore.tiers.results import Done, Results, begin_for_sure
 _log = logging.getLogger(__name__)
 
 _REMOVE_AGAIN_S = 1.0
+_GIVE_UP_AFTER_S = 10.0
 
 
 class TierActions:
@@ -62,6 +63,7 @@ class TierActions:
         self._owner_of = owner_of
         self._clock = clock
         self._record_latency = record_latency
+        self._failing_since: dict[int, float] = {}
         core.on(ac.Copy, self._copy)
         core.on(ac.Probe, self._probe)
         core.on(ac.WriteHeader, self._write_header, self._disagrees)
@@ -210,14 +212,28 @@ class TierActions:
         self._core.post(self._removed, action, _reason(action, error))
 
     def _removed(self, action: ac.RemoveExtent, error: TierError | None) -> None:
-        """Reports a removed extent to the core. The removal of a persistent one is retried until it ends."""
-        if error is not None:
+        """Reports a removed extent to the core. The removal of a persistent one is retried until it ends.
+
+        A device that is being removed and has failed for `_GIVE_UP_AFTER_S` is left as it is.
+        """
+        if error is None:
+            self._failing_since.pop(action.tier, None)
+        else:
             self._problems.report(str(error))
-            if self._tiers.at(action.tier).persistent:
+            if self._tiers.at(action.tier).persistent and not self._gives_up(action.tier):
                 self._core.later(_REMOVE_AGAIN_S, self._remove, action)
                 return
         self._core.handle(ev.ExtentLost(action.tier, action.extent))
         self._note(EntryKind.REMOVED, action.tier, f"extent {action.extent}")
+
+    def _gives_up(self, tier: int) -> bool:
+        since = self._failing_since.setdefault(tier, self._core.now())
+        if not self._core.view.tiers[tier].leaving or self._core.now() - since < _GIVE_UP_AFTER_S:
+            return False
+        # Once the device has left, deletions have a generation that it does not know: see `durability`.
+        name = self._tiers.name_of(tier)
+        self._problems.report(f"{name} fails and is removed as it is: a restart with its folder finds blocks")
+        return True
 
     def _close(self, action: ac.DeviceRemoved) -> None:
         """Closes an empty device."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import ChainMap
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from kvstore.core.queues.device_queue import TierSpec
@@ -31,13 +33,14 @@ class TierSet:
         pools: Mapping[str, HbmTier],
         others: Iterable[tuple[TierSpec, StorageTier]] = (),
     ) -> None:
-        """`devices` has the first device first."""
         self.dram = dram
         self.devices = devices
         self.pools = dict(pools)
         self.others = {spec.name: tier for spec, tier in others}
         self.changes = 0
         """Counts added and removed NVMe devices."""
+        self.on_retired: Callable[[Path], None] = lambda folder: None
+        """Called with the folder of a removed NVMe device when that is closed, on a thread."""
         self._view = view
         self._closing: list[threading.Thread] = []
         self._by_name: Mapping[str, StorageTier] = ChainMap[str, Any](
@@ -67,13 +70,18 @@ class TierSet:
 
     def close(self, tier: int) -> None:
         """Removes a device or pool from the set, and closes it on a thread: a device may take long."""
-        name, removed = self.name_of(tier), self.at(tier)
-        if self.devices.pop(name, None) is not None:
+        name, close = self.name_of(tier), self.at(tier).close
+        device = self.devices.pop(name, None)
+        if device is not None:
             self.changes += 1
+            close = partial(self._retire, device)
         self.pools.pop(name, None)
-        closing = threading.Thread(target=removed.close, name=f"kvstore-close-{name}", daemon=True)
+        closing = threading.Thread(target=close, name=f"kvstore-close-{name}", daemon=True)
         closing.start()
         self._closing = [each for each in self._closing if each.is_alive()] + [closing]
+
+    def _retire(self, device: NvmeTier) -> None:
+        self.on_retired(device.retire())
 
     def wait_for_closed(self, within_s: float) -> None:
         """Waits until removed devices are closed, so that their folders can be used again. On any thread."""

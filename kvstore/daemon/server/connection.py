@@ -56,7 +56,8 @@ class Connection(asyncio.BufferedProtocol):
         self._queue: ConnectionQueue
         self._reader: FrameReader
         self._outbox: Outbox
-        self._timer = RequestTimer(services.calls, services.stopwatch)
+        self._traces = services.tracing.of_connection()
+        self._timer = RequestTimer(services.calls, services.stopwatch, self._traces)
         self._hello_timer: asyncio.TimerHandle | None = None
 
     # -- asyncio.BufferedProtocol
@@ -166,6 +167,8 @@ class Connection(asyncio.BufferedProtocol):
             if not self._transport.is_closing():
                 run_request(session, message)
         self._timer.running = 0
+        if self._traces is not None:
+            self._traces.ran(message)
 
     def enqueue(self, message: Any) -> None:
         """Schedules a message as if the peer had sent it."""
@@ -207,7 +210,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _greet(self, who: Principal) -> None:
         services, table = self.services, self._table
-        self.session = Session(self._outbox, self._handshake.peer, who, services, self.enqueue)
+        self.session = Session(self._outbox, self._handshake.peer, who, services, self.enqueue, self._traces)
         table.strangers.pop(self, None)
         table.scheduler.join(self._queue, who.tenant)
         if self._hello_timer is not None:
@@ -222,6 +225,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def _identified(self, session: Session, who: Principal) -> None:
         session.principal = who
+        if self._traces is not None:
+            self._traces.tenant = who.name
         self._reader.allow(m.MOST_OF_OPERATORS if who.operator else m.MOST_VALUES)
 
     def _hello_late(self) -> None:

@@ -47,6 +47,7 @@ _SOONEST_RETRY_S = 0.001
 _UNLIMITED = 1 << 62
 _MESSAGE_BYTES = 500
 _LONG_FIELDS = "keys", "tokens", "checksums", "written"
+_UNANSWERED = m.Suspect, m.BlocksRead, m.TraceContext
 _STRANGERS = -1
 _OPERATORS = -2
 
@@ -374,5 +375,5 @@ def nbytes(message: Any) -> int:
 
 def _refusable(message: Any) -> bool:
     """Returns whether a message may be dropped: it has an answer or is a report, and it frees nothing."""
-    has_answer = bool(getattr(message, "id", 0)) or type(message) in (m.Suspect, m.BlocksRead)
+    has_answer = bool(getattr(message, "id", 0)) or type(message) in _UNANSWERED
     return has_answer and type(message) is not m.Commit

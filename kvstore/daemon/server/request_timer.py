@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore.daemon.operator.latency import Calls
+from kvstore.daemon.tracing.request_traces import ConnectionTraces
 
 
 @dataclass(slots=True)
@@ -14,10 +15,12 @@ class RequestTimer:
     """The unanswered requests of one connection. `_stopwatch` returns seconds.
 
     `running`: the number of the request that runs, 0 for none. Requests answered later have waited.
+    `_traces`: None if no traces are exported.
     """
 
     _latency: Calls
     _stopwatch: Callable[[], float]
+    _traces: ConnectionTraces | None = None
     _began_s: dict[int, tuple[type, float]] = field(default_factory=dict)
     running: int = 0
 
@@ -26,6 +29,8 @@ class RequestTimer:
         self.running = getattr(message, "id", 0)
         if self.running:
             self._began_s[self.running] = type(message), self._stopwatch() - waited_s
+            if self._traces is not None:
+                self._traces.begin(message, waited_s)
 
     def answered(self, answer: Any) -> None:
         """Records the latency of the request that this message answers, if it is an answer."""
@@ -33,3 +38,5 @@ class RequestTimer:
         began = self._began_s.pop(request, None)
         if began is not None:
             self._latency.add(began[0], request != self.running, self._stopwatch() - began[1])
+            if self._traces is not None:
+                self._traces.answered(answer)

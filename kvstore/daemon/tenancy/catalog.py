@@ -7,7 +7,7 @@ covered here: see `deletion`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
@@ -41,8 +41,11 @@ class NamespaceCatalog:
     _event_log: EventLog
     _config: CurrentConfig
     _has_network: bool
+    _epochs: dict[bytes, bytes] = field(default_factory=dict, init=False)
     on_freed: Callable[[Sequence[int]], None] = lambda numbers: None
     """Called with numbers of namespaces of which nothing is left."""
+    on_opened: Callable[[], None] = lambda: None
+    """Called when a namespace has got a number."""
     on_closed: Callable[[int, int], None] = lambda number, tenant: None
     """Called when only one tenant, or no tenant (-1), may still wait for blocks of a namespace."""
 
@@ -95,6 +98,8 @@ class NamespaceCatalog:
         if is_new:
             self._event_log.opened(namespace.number)
         self.record(namespace)
+        if is_new:
+            self.on_opened()
         return namespace, answer
 
     def _open(self, namespace: NamespaceEntry, in_use: frozenset[int] | None) -> ac.Answer | ac.Deny:
@@ -126,12 +131,21 @@ class NamespaceCatalog:
         # The core must not close namespaces that were opened just before: they get their blocks only later.
         return not isinstance(self._open(namespace, None), ac.Deny)
 
+    def keep_epoch(self, record: Namespace) -> None:
+        """Keeps the epoch of a namespace without blocks on a device, for blocks that are found in DRAM.
+
+        If devices have different ones, the earliest counts.
+        """
+        earlier = self._epochs.get(record.fingerprint, record.epoch)
+        self._epochs[record.fingerprint] = min(earlier, record.epoch)
+
     def restored(self, tenant: int, fingerprint: bytes, block_bytes: int) -> int:
         """Returns the number of a namespace found in DRAM. Opens it if absent; 0 if that is impossible."""
         namespace = self._namespaces.find(tenant, fingerprint)
         if namespace is None:
             domain = self._domains.of(tenant, self._authenticator.name(tenant), frozenset())
             namespace = NamespaceEntry(0, fingerprint, tenant, block_bytes, domain=domain)
+            namespace.epoch = self._epochs.get(fingerprint) or None
             if not self.restore(namespace):
                 return 0
             self.record(namespace)
@@ -146,9 +160,11 @@ class NamespaceCatalog:
             return None
         block_bytes = int(record.layout["block_bytes"])
         domain = self._domains.of(tenant, record.tenant, readers)
-        return NamespaceEntry(
+        entry = NamespaceEntry(
             number, record.fingerprint, tenant, block_bytes, layout, readers, domain, record.ttl_s
         )
+        entry.epoch = record.epoch or None
+        return entry
 
     def record(self, namespace: NamespaceEntry, devices: Iterable[NvmeTier] = ()) -> None:
         """Records a namespace on these devices, without any on all, before any block of it."""
@@ -158,9 +174,11 @@ class NamespaceCatalog:
             else {"block_bytes": namespace.block_bytes}
         )
         name = self._authenticator.name(namespace.tenant)
-        readers = tuple(sorted(namespace.readers))
+        readers, epoch = tuple(sorted(namespace.readers)), namespace.epoch or b""
+        record = Namespace(
+            name, layout, namespace.fingerprint, readers=readers, ttl_s=namespace.ttl_s, epoch=epoch
+        )
         for device in devices or self._tiers.devices.values():
-            record = Namespace(name, layout, namespace.fingerprint, readers=readers, ttl_s=namespace.ttl_s)
             device.put_namespace(namespace.number, record)
 
     def record_all(self, devices: Iterable[NvmeTier]) -> None:

@@ -82,8 +82,23 @@ class Deletion:
         if self._is_busy(requester, request, tenant):
             return
         for namespace in namespaces:
-            owner = self._authenticator.name(namespace.tenant)
+            owner = self._authenticator.name(tenant)
             self._event_log.add(EntryKind.FORGOTTEN, tenant=owner, namespace=namespace.fingerprint.hex())
+        self._forget(requester, request, namespaces, self._delete_everywhere)
+
+    def forget_here(self, requester: Requester, namespace: NamespaceEntry) -> None:
+        """Empties a namespace on this node alone, and answers when nothing is left, durably."""
+        if not self._is_busy(requester, 0, namespace.tenant):
+            self._forget(requester, 0, [namespace], delete_here_only)
+
+    def _forget(
+        self,
+        requester: Requester,
+        request: int,
+        namespaces: Sequence[NamespaceEntry],
+        delete: DeleteEverywhere,
+    ) -> None:
+        tenant = namespaces[0].tenant
         numbers = self._close(tenant, namespaces)
 
         def deleted(ended: Ended) -> None:
@@ -93,7 +108,7 @@ class Deletion:
         def here(then: Requester) -> None:
             self._durable.ask(Then(then, deleted), request, ev.Forget(0, numbers))
 
-        self._delete_everywhere(requester, request, namespaces, None, here)
+        delete(requester, request, namespaces, None, here)
         for namespace in namespaces:
             self._catalog.reopen(namespace)
 

@@ -25,7 +25,8 @@ class NamespaceEntry:
     """One namespace. `number` is the core's, 0 while it is closed. `layout` is None until a client sends it.
 
     `readers` are the tenants that it is published to; they determine `domain`. `hits` counts blocks of
-    prompts of all tenants.
+    prompts of all tenants. `epoch` is the epoch of its blocks on this node, None while it is unknown (see
+    `kvstore.daemon.network.epochs`).
     """
 
     number: int
@@ -37,6 +38,7 @@ class NamespaceEntry:
     domain: int = 0
     ttl_s: float = 0.0
     hits: Counter[Column] = field(default_factory=Counter)
+    epoch: bytes | None = None
 
     @property
     def independent(self) -> bool:

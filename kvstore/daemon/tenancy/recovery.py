@@ -84,9 +84,11 @@ class Recovery:
             _log.warning("%d blocks on NVMe are forgotten: %s", (~known).sum(), why)
             device.forget(found.restore.only(~known))
         # Namespaces without blocks or tenants were not opened. Nothing else would delete their records.
-        for number in found.namespaces:
+        for number, record in found.namespaces.items():
             if number in others or names.at(number) is None:
                 device.forget_namespace(number)
+                if keep:
+                    self._catalog.keep_epoch(record)
         since = found.stored_at - self._clock() + self._core.now()
         for namespace in names:
             if namespace.ttl_s:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
+from kvstore import arena
 from kvstore.errors import TierError, printable
 
 _MOST_CHARS = 400
@@ -43,7 +44,10 @@ class Outcome(IntEnum):
 
 
 class Name(NamedTuple):
-    """The name of a block: its namespace's fingerprint (16 bytes) and its key."""
+    """The name of an object: 16 bytes for its namespace, and its key.
+
+    The 16 bytes are the namespace's fingerprint, or a digest of it (see `kvstore.daemon.network.names`).
+    """
 
     namespace: bytes
     key: bytes
@@ -55,7 +59,8 @@ class Object:
 
     `memory` starts at a multiple of `ALIGN`, and its size is a multiple of it. It begins with `length` bytes
     of payload. A read may overwrite the rest. A write takes the payload's `checksum` (see `arena`) and the
-    key of the `parent` (empty: a root). A read that ends with OK sets both.
+    key of the `parent` (empty: a root). A read that ends with OK sets both. The checksum is seeded with the
+    namespace's `fingerprint` (empty: the name has it).
     """
 
     name: Name
@@ -63,6 +68,11 @@ class Object:
     memory: memoryview
     checksum: int = 0
     parent: bytes = b""
+    fingerprint: bytes = b""
+
+    def seed(self) -> int:
+        """Returns the seed of the payload's checksum."""
+        return arena.seed(self.fingerprint or self.name.namespace, self.name.key, self.length)
 
 
 def named_by_outcome(objects: Sequence[Object], outcomes: Sequence[Outcome]) -> dict[Outcome, list[Name]]:

@@ -6,8 +6,9 @@
 168        176         184     192                        256
 ├ checksum ─ stored_at f64 ─ check u64 of all before ─ 0 ─┤ payload
 ```
-`checksum` is the same as in slots: xxh3 (64 bits) of the payload, seeded with namespace, key and length
-(`arena`). Every path has the version of the format, so that other versions never find these objects.
+`namespace` and `key` are the object's name. `checksum` is the same as in slots: xxh3 (64 bits) of the
+payload, seeded with the namespace's fingerprint, key and length (`Object.seed`). Every path has the version
+of the format, so that other versions never find these objects.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
-from kvstore.arena import Bytes, checksum, seed
+from kvstore.arena import Bytes, checksum
 from kvstore.tiers.network.base import Name, Object, Outcome
 from kvstore.types import MAX_KEY_BYTES
 
@@ -115,8 +116,7 @@ def settle(thing: Object, raw: Bytes) -> Outcome:
     found = parse(raw)
     if found is None or not matches(found, thing):
         return Outcome.TORN
-    name = found.name
-    if checksum(thing.memory[: thing.length], seed(name.namespace, name.key, thing.length)) != found.checksum:
+    if checksum(thing.memory[: thing.length], thing.seed()) != found.checksum:
         return Outcome.TORN
     thing.checksum, thing.parent = found.checksum, found.parent
     return Outcome.OK

@@ -1,14 +1,15 @@
 """Writes the records of blocks on NVMe. A record never precedes its bytes.
 
 One thread writes. It takes all waiting changes, syncs the data, commits the records in one transaction, and
-then reports: single puts when idle, groups under load. Records are only read at start-up. Not covered here:
-data (`slabs.py`) and the form of records (`records.py`, `store.py`).
+then reports: single puts when idle, groups under load, because it rests between groups. Records are only read
+at start-up. Not covered here: data (`slabs.py`) and the form of records (`records.py`, `store.py`).
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from kvstore.tiers.nvme.store import (
     Loaded,
     Namespace,
     RecordStore,
+    epoch_item,
     pack_extent,
 )
 
@@ -35,6 +37,9 @@ _log = logging.getLogger(__name__)
 
 GROUP_RECORDS = 8192
 WAITING_RECORDS = 1 << 17
+_REST_S = 0.005
+"""The least time between the starts of two groups. Syncs and commits cost as much for one put as for many."""
+_MOST_WAITING = 64  # changes, which end a rest
 
 Sync: TypeAlias = Callable[[], None]
 Done: TypeAlias = Callable[[Exception | None], None]
@@ -89,8 +94,10 @@ class Journal:
         self._queue: deque[_Operation] = deque()
         self._waiting_records = 0
         self._closing = False
+        self._rests_until = 0.0
+        self._resting = False
         self._owed: Changes = _empty()
-        self._wake = wake or self._ready.notify
+        self._wake = wake or self._wake_writer
         self._writer = threading.Thread(target=self._write, name="kvstore-journal", daemon=True)
         if wake is None:
             self._writer.start()
@@ -140,8 +147,12 @@ class Journal:
             self._enqueue(_Deletion(places))
 
     def put_namespace(self, ns_id: int, namespace: Namespace) -> None:
-        """Records the namespace of an id, no later than any later put."""
+        """Records the namespace of an id, no later than any later put.
+
+        Its epoch, too: one record for all ids of the fingerprint, which `delete_namespace` keeps.
+        """
         self._change("namespaces", {ID.pack(ns_id): namespace.pack()})
+        self._change("meta", epoch_item(namespace))
 
     def delete_namespace(self, ns_id: int) -> None:
         """Deletes the namespace of an id, but not its blocks."""
@@ -203,10 +214,20 @@ class Journal:
             self.step()
 
     def _wait(self) -> bool:
-        """Waits for work. Returns False once closed and drained."""
+        """Waits for work and for the end of a rest. Returns False once closed and drained."""
         with self._ready:
             self._ready.wait_for(lambda: self._queue or self._closing)
+            rest_s = self._rests_until - time.monotonic()
+            if rest_s > 0:
+                self._resting = True
+                self._ready.wait_for(lambda: len(self._queue) >= _MOST_WAITING or self._closing, rest_s)
+                self._resting = False
+            self._rests_until = time.monotonic() + _REST_S
             return bool(self._queue)
+
+    def _wake_writer(self) -> None:
+        if not self._resting or len(self._queue) >= _MOST_WAITING:
+            self._ready.notify()
 
     def step(self) -> bool:
         """Writes one group of waiting changes and reports it. Returns False if nothing waited."""
@@ -261,9 +282,8 @@ class Journal:
         try:
             self._store.commit(changes)
         except Exception as failure:
-            lost = TierError(
-                f"cannot write records in {self._folder}: {failure}", "is there room on the disk?"
-            )
+            hint = "is there room on the disk? dmesg tells whether the device fails"
+            lost = TierError(f"cannot write records in {self._folder}: {failure}", hint)
             owed.slots = [merged(owed.slots)]
             return [(done, error or lost) for done, error in answers]
         self._owed = _empty()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import mmap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,9 @@ _log = logging.getLogger(__name__)
 class BlockReader:
     """Reads of one folder."""
 
-    def __init__(self, slots: SlotMap, engine: IOEngine) -> None:
+    def __init__(self, slots: SlotMap, engine: IOEngine, folder: Path) -> None:
+        """`folder` is named in errors."""
+        self._folder = folder
         self._slots = slots
         self._engine = engine
 
@@ -75,6 +78,8 @@ class BlockReader:
             results = np.full(len(errors), FAILED, np.uint8)
             unverified: list[int] = []
             unverified_here: list[int] = []
+            for failure in {str(e) for e in errors if e is not None and not isinstance(e, TagError)}:
+                _log.error("a read in %s failed: %s", self._folder, failure)
             for i, error in enumerate(errors):
                 if error is None and not to_gpu:
                     unverified_here.append(i)
@@ -84,8 +89,6 @@ class BlockReader:
                     results[i] = OK
                 elif isinstance(error, TagError):
                     results[i] = CORRUPT
-                else:
-                    _log.error("read of extent %d failed: %s", where.extent[i], error)
             if unverified_here:
                 good = verify_all(identity, unverified_here, slots, fingerprints, lengths)
                 results[unverified_here] = np.where(good, OK, CORRUPT)

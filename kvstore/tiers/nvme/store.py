@@ -1,8 +1,10 @@
 """The LMDB environment of a tier's folder: locks it, reads it whole and changes it in transactions.
 
-Tables, with ids as u32 big-endian and numbers as u64 little-endian:
+Tables, with ids as u32 big-endian and numbers as u64 little-endian. Older daemons refuse a namespace with
+another column, and ignore unknown keys of `meta`:
 
-    meta          "format", "extent_bytes" -> number; "generations" -> history (`generations.py`)
+    meta          "format", "extent_bytes" -> number; "generations" -> history (`generations.py`);
+                  "epoch" fingerprint -> epoch of the namespaces with this fingerprint
     namespaces    id -> MessagePack [tenant, layout map, fingerprint, encrypted, readers, TTL (s)]
     extents       id -> slot bytes | name of the tenant in UTF-8
     slots         extent, number of a page -> records of its slots (`records.py`)
@@ -68,6 +70,8 @@ _DAMAGE = (
 
 GENERATIONS = b"generations"
 _GENERATION_NUMBER = b"generation"
+_EPOCH = b"epoch"
+_EPOCH_BYTES = 16
 NUMBER = struct.Struct("<Q")
 TABLES = ("meta", "namespaces", "extents", "slots")
 _OLD_TABLE = "blocks"
@@ -93,7 +97,8 @@ class Changes:
 class Namespace:
     """The namespace of an id. `encrypted`: blocks are encrypted under the tenant's data key.
 
-    `readers` are tenants that it is published to. Blocks expire `ttl_s` after the put (0: never).
+    `readers` are tenants that it is published to. Blocks expire `ttl_s` after the put (0: never). `epoch` is
+    the epoch of its blocks (see `kvstore.daemon.network.epochs`; empty: unknown). It has a record of its own.
     """
 
     tenant: str
@@ -102,9 +107,10 @@ class Namespace:
     encrypted: bool = False
     readers: tuple[str, ...] = ()
     ttl_s: float = 0.0
+    epoch: bytes = b""
 
     def pack(self) -> bytes:
-        """Returns the value of the record."""
+        """Returns the value of the record, without the epoch."""
         columns = [self.tenant, self.layout, self.fingerprint, self.encrypted, self.readers, self.ttl_s]
         packed: bytes = msgpack.packb(columns)
         return packed
@@ -183,6 +189,11 @@ class RecordStore:
         try:
             with self._turn, self._env.begin() as txn:
                 namespaces, bad_namespaces = self._decoded(txn.cursor(tables["namespaces"]), _namespace)
+                meta = tables["meta"]
+                for number, each in namespaces.items():
+                    found = txn.get(_EPOCH + each.fingerprint, db=meta)
+                    if found is not None and len(found) == _EPOCH_BYTES:
+                        namespaces[number] = replace(each, epoch=found)
                 extents, bad_extents = self._decoded(txn.cursor(tables["extents"]), unpack_extent)
                 slots = txn.cursor(tables["slots"])
                 count = sum(1 for _ in slots.iternext(values=False))  # LMDB's own number may be damaged
@@ -217,7 +228,7 @@ class RecordStore:
         meta = {b"extent_bytes": NUMBER.pack(self.extent_bytes), GENERATIONS: self._history().pack()}
         sizes, owners = loaded.extents, loaded.owners
         tables: dict[str, Items] = {
-            "meta": {b"format": NUMBER.pack(FORMAT), **meta},
+            "meta": {b"format": NUMBER.pack(FORMAT), **meta, **_epochs(loaded.namespaces.values())},
             "namespaces": {ID.pack(n): each.pack() for n, each in loaded.namespaces.items()},
             "extents": {ID.pack(n): pack_extent(size, owners[n]) for n, size in sizes.items()},
         }
@@ -355,6 +366,15 @@ class RecordStore:
         if found is not None:
             return generations.unpack(found)
         return generations.from_number(_number(number)) if number is not None else History()
+
+
+def epoch_item(namespace: Namespace) -> Items:
+    """Returns the record of a namespace's epoch, which is deleted where the epoch is unknown."""
+    return {_EPOCH + namespace.fingerprint: namespace.epoch or None}
+
+
+def _epochs(namespaces: Iterable[Namespace]) -> Items:
+    return {key: value for each in namespaces if each.epoch for key, value in epoch_item(each).items()}
 
 
 def pack_extent(slot_bytes: int, tenant: str) -> bytes:

@@ -28,7 +28,7 @@ from kvstore.tiers.nvme.journal import Journal, Namespace
 from kvstore.tiers.nvme.key_files import MasterKey
 from kvstore.tiers.nvme.reads import BlockReader
 from kvstore.tiers.nvme.recovery import Recovered, recover
-from kvstore.tiers.nvme.slabs import Slabs
+from kvstore.tiers.nvme.slabs import Slabs, sync_folder
 from kvstore.tiers.nvme.slots import SlotMap
 from kvstore.tiers.nvme.writes import BlockWriter
 from kvstore.tiers.results import Done
@@ -36,6 +36,9 @@ from kvstore.tiers.results import Done
 _log = logging.getLogger(__name__)
 
 KIND = "nvme"
+
+REMOVED = "removed"
+"""File in a folder that was removed from a running daemon: a restart does not use the folder."""
 
 
 class NvmeTier:
@@ -64,7 +67,7 @@ class NvmeTier:
         self.keys = keys
         self.engine = BounceBufferEngine(engine)
         self._slots = SlotMap(slabs, self.engine)
-        self.reader = BlockReader(self._slots, self.engine)
+        self.reader = BlockReader(self._slots, self.engine, slabs.folder)
         self.writer = BlockWriter(self._slots, slabs, journal, self.engine, clock)
         self._count = limit_bytes // self.extent_bytes
         self._missing = list(range(self._count))
@@ -185,6 +188,26 @@ class NvmeTier:
         self.engine.close()
         self.journal.close()
         self.slabs.close()
+
+    def retire(self) -> Path:
+        """Notes in the folder of an empty device that it was removed, and closes it. Returns the folder."""
+        folder = self.slabs.folder.parent
+        try:
+            (folder / REMOVED).touch(mode=0o600)
+            sync_folder(folder)
+        except OSError as error:
+            _log.error("%s was removed, which cannot be noted there: %s", folder, error)
+        self.close()
+        return folder
+
+    def take_back(self) -> None:
+        """Deletes the note of an earlier `retire`, durably. TierError if it cannot."""
+        folder = self.slabs.folder.parent
+        try:
+            (folder / REMOVED).unlink(missing_ok=True)
+            sync_folder(folder)
+        except OSError as error:
+            raise TierError(f"cannot use {folder}: {error.strerror}") from error
 
     # -- extents and blocks
 

@@ -130,7 +130,7 @@ class BlockWriter:
     ) -> None:
         """Records the blocks that were written and not dropped meanwhile."""
         for error in {str(e) for e in errors if e is not None}:
-            _log.error("a write to NVMe failed: %s", error)
+            _log.error("a write in %s failed: %s", self._slabs.folder, error)
         places = copy.target_where.place.tolist()
         results = np.full(len(errors), FAILED, np.uint8)
 

@@ -7,6 +7,7 @@ import pytest
 
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
+from kvstore.core.requests import verification
 from tests.core.world import World, joined, payload
 
 KEYS = [b"a", b"b", b"c"]
@@ -201,6 +202,19 @@ def test_a_probe_takes_as_many_blocks_as_it_may_of_one_size() -> None:
         assert len(w.probes) == 1, "one at a time"
         w.probe(probe.probe)
     assert seen == [(4096, 2), (4096, 1), (8192, 1), (8192, 1)]
+
+
+def test_a_probe_takes_a_bounded_number_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "_SCRUB_BLOCKS", 2)
+    w = world(dram=4, nvme=0)
+    w.put(0, 1, KEYS)
+    seen = []
+    while not w.p.view.counters["scrub_passes_dram"]:
+        w.send(ev.Scrub(0, 1 << 20))
+        [probe] = w.probes.values()
+        seen.append(len(probe.identity))
+        w.probe(probe.probe)
+    assert seen == [2, 1]
 
 
 def test_a_block_that_could_not_be_read_is_not_bad() -> None:

@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore import Client, Estimate, Layout, StoredPrefix, errors
+from kvstore import Client, Estimate, StoredPrefix, errors
 from kvstore.lab.local_daemon import LocalDaemon
-from kvstore.tiers.network import objects
-from kvstore.tiers.network.base import Name
 from kvstore.wire import messages as m
+from tests.daemon.network.group import PATIENT, counted, network, nodes, object_of, there
 from tests.daemons import (
     BLOCK,
     SMALL,
@@ -36,65 +35,6 @@ from tests.daemons import (
 )
 from tests.processes import stop
 from tests.tiers.network.valkeys import Server, server
-
-PATIENT = {"timeout": "5s"}
-"""A busy machine may take longer for a file than the timeouts of the tests that have their own."""
-
-
-@pytest.fixture(scope="module")
-def valkey() -> Iterator[Server]:
-    with server() as made:
-        yield made
-
-
-@pytest.fixture(params=["folder", "valkey"])
-def shared(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    """The URL of an empty network tier."""
-    if request.param == "folder":
-        return f"file://{tmp_path / 'shared'}"
-    made: Server = request.getfixturevalue("valkey")
-    made.ask("FLUSHALL")
-    return made.url
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "shared"
-
-
-@contextmanager
-def nodes(url: str, n: int = 2, settings: Any = SMALL, **more: Any) -> Iterator[list[Client]]:
-    """So many daemons on one network tier, and a client of each."""
-    with ExitStack() as stack:
-        clients = []
-        for _ in range(n):
-            daemon = stack.enter_context(
-                LocalDaemon({**settings, "network": {"url": url, **PATIENT, **more}})
-            )
-            client = stack.enter_context(Client(daemon.url, deadline_s=20, strict=True))
-            client.daemon = daemon  # type: ignore[attr-defined]
-            eventually(lambda client=client: network(client)["usable"])
-            clients.append(client)
-        yield clients
-
-
-def network(client: Client) -> dict[str, Any]:
-    state: dict[str, Any] = client.status()["network"]
-    return state
-
-
-def counted(client: Client, what: str) -> int:
-    n: int = network(client)["counters"].get(what, 0)
-    return n
-
-
-def there(client: Client, n: int) -> None:
-    """Waits until a node has sent so many blocks."""
-    eventually(lambda: counted(client, "written_ok_blocks") >= n)
-
-
-def object_of(folder: Path, layout: Layout, key: bytes) -> Path:
-    return folder / objects.path(Name(layout.fingerprint(), key))
 
 
 def test_blocks_of_one_node_are_served_by_another(shared: str) -> None:

@@ -400,14 +400,14 @@ def test_a_tenant_with_a_full_queue_gets_busy_and_loses_no_release(world: World)
     world.scheduler.set(0, 1.0, requests_per_s=10.0)
     peer, other = world.peer(0), world.peer(1)
     peer.send(*pings(LIMIT + 5), m.Release(1), m.Abort(2), m.Commit(99, 3, b"", b""), m.Suspect(0, 1, 1, b""))
-    peer.send(m.BlocksRead(1, 1, b"", 0))
+    peer.send(m.BlocksRead(1, 1, b"", 0), m.TraceContext(7, bytes([1] * 16), bytes([1] * 8), 1))
     for _ in range(5):
         world.loop.round()
     # One was in the bucket.
     assert len(peer.ran) == 1
     assert peer.refused == pings(5, LIMIT + 1) or peer.refused == pings(4, LIMIT + 2)
     assert peer.retry_s == [pytest.approx(LIMIT / 10.0, rel=0.1)] * len(peer.refused)
-    assert world.scheduler.refused == len(peer.refused) + 2, "reports that are dropped are counted"
+    assert world.scheduler.refused == len(peer.refused) + 3, "reports that are dropped are counted"
     assert not peer.errors
     assert LIMIT <= world.scheduler.waiting <= LIMIT + 3
     other.send(m.Ping(1))
@@ -551,7 +551,8 @@ def test_time_in_the_queue_is_part_of_the_deadline(monkeypatch: pytest.MonkeyPat
         "kvstore.daemon.server.connection.run_request", lambda _, message: handled.append(message)
     )
     latency = Calls()
-    services = SimpleNamespace(calls=latency, stopwatch=lambda: 5.0)
+    tracing = SimpleNamespace(of_connection=lambda: None)
+    services = SimpleNamespace(calls=latency, stopwatch=lambda: 5.0, tracing=tracing)
     connection = Connection(None, services)  # type: ignore[arg-type]
     connection.session = SimpleNamespace(principal=SimpleNamespace(expires=math.inf))  # type: ignore[assignment]
     connection._transport = SimpleNamespace(is_closing=lambda: False)  # type: ignore[assignment]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -15,9 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.daemon.network.names import ZERO
 from kvstore.tiers.network import BackendSettings, objects, open_backend
 from kvstore.tiers.network.base import Backend, Name, NetworkError, Object, Outcome
 from kvstore.tiers.network.mooncake import subprocess_pool
+from tests.daemon.network.test_epochs import FINGERPRINT, Node
 from tests.engines.mooncake.cluster import CLIENT_TTL_S, Cluster, without_rdma
 from tests.processes import stop
 from tests.tiers.network.contract import Contract, block, ends, payload, wanted
@@ -359,3 +362,19 @@ def test_objects_of_others_are_not_read(shared: Cluster, opened: Callable[..., B
     shared.put(objects.path(put.name), os.urandom(objects.HEADER_BYTES + put.length))
     thing: Object = wanted(put)
     assert backend.read([thing], ends()) == [Outcome.TORN]
+
+
+def test_epochs_reach_other_nodes_and_are_replaced(shared: Cluster, opened: Callable[..., Backend]) -> None:
+    """Also right after a read, and though Mooncake keeps existing objects."""
+
+    async def test() -> None:
+        a, b = (Node(opened(shared.url), ZERO) for _ in range(2))
+        for node, other in ((a, b), (b, a), (b, a)):
+            renewal = await node.epochs.renew(FINGERPRINT)
+            assert renewal is not None
+            node.epochs.settle(FINGERPRINT, renewal)
+            await other.rounds()
+            assert other.namespace.epoch == node.namespace.epoch == renewal.written
+
+    shared.clear()
+    asyncio.run(test())

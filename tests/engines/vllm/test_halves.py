@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+import sys
 import threading
 import time
 from collections import Counter
@@ -18,6 +19,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
@@ -60,6 +65,7 @@ class FakeRequest:
     kv_hints: Any = None
     answer_tokens: int = 0
     resumable: bool = False
+    trace_headers: Any = None
 
     @property
     def all_token_ids(self) -> list[int]:
@@ -575,6 +581,42 @@ def test_requests_that_must_be_computed_from_the_start_load_nothing(client: Clie
     assert made.matched(request, 0) == 96
     request.skip_reading_prefix_cache = True
     assert made.matched(request, 0) == 0
+
+
+@pytest.fixture(scope="module")
+def ended() -> InMemorySpanExporter:
+    """The ended spans of this process: OpenTelemetry takes one provider."""
+    memory, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(memory))
+    trace.set_tracer_provider(provider)
+    return memory
+
+
+def test_a_lookup_is_a_child_of_the_span_in_the_headers_of_its_request(
+    client: Client, layout: Layout, ended: InMemorySpanExporter
+) -> None:
+    made = half(client, layout)
+    store(client, layout, names(3))
+    headers = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
+    assert made.matched(FakeRequest("r", names(3), trace_headers=headers), 0) == 96
+    [lookup] = [span for span in ended.get_finished_spans() if span.name == "kvstore.lookup"]
+    assert f"{lookup.context.trace_id:x} {lookup.parent.span_id:x}" == f"{'ab' * 16} {'cd' * 8}"
+    ended.clear()
+    for other in (None, {}, {"traceparent": headers["traceparent"][:-1] + "0"}, {"traceparent": "torn"}):
+        assert made.matched(FakeRequest(f"r {other}", names(3), trace_headers=other), 0) == 96
+    assert not ended.get_finished_spans()
+
+
+def test_requests_with_headers_are_served_without_opentelemetry(
+    client: Client, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in [each for each in sys.modules if each.split(".")[0] == "opentelemetry"]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    made = half(client, layout)
+    store(client, layout, names(3))
+    headers = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
+    assert made.matched(FakeRequest("r", names(3), trace_headers=headers), 0) == 96
 
 
 def test_images_with_bidirectional_attention_are_neither_loaded_nor_stored(

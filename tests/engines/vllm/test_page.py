@@ -21,6 +21,7 @@ import pytest
 
 from kvstore import Client
 from kvstore.lab.local_daemon import LocalDaemon
+from tests.collector import collector
 from tests.daemons import eventually
 from tests.engines.vllm.engine import BLOCK_TOKENS, ENVIRONMENT, full_blocks, prompt
 from tests.programs import need
@@ -172,3 +173,26 @@ def hang_up(url: str, model: Path, tokens: list[int]) -> None:
     except (TimeoutError, urllib.error.URLError):
         return
     raise AssertionError("a thousand tokens in 0.3 s")
+
+
+def test_a_request_with_a_traceparent_has_one_trace_from_vllm_to_the_daemon(model: Path) -> None:
+    trace = "ab" * 16
+    traceparent = {"traceparent": f"00-{trace}-{'cd' * 8}-01"}
+    protocol = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
+    with collector() as to:
+        settings = {"dram": {"limit": "64MiB", "huge_pages": False}, "tracing": {"collector": to.url}}
+        flags = "--skip-tokenizer-init", "--otlp-traces-endpoint", f"{to.url}/v1/traces"
+        with (
+            LocalDaemon(settings) as own,
+            server(model, flag_of_the_page(own.url), flags, **protocol) as url,
+        ):
+            complete(url, model, prompt(901, 300), headers=traceparent)
+            complete(url, model, prompt(900, 300))
+            # vLLM exports what waits every 5 s.
+            [lookup] = eventually(lambda: to.named("kvstore.lookup"), 30)
+            [request] = eventually(lambda: [x for x in to.named("llm_request") if x.trace.hex() == trace], 30)
+            # Later lookups are answered from the presence table, without a request.
+            opened = eventually(lambda: to.named("kvstore.daemon.open"), 30)
+    assert request.parent.hex() == lookup.parent.hex() == "cd" * 8
+    assert {each.parent for each in opened} == {lookup.span}
+    assert {each.trace.hex() for each in to.spans if each.name.startswith("kvstore")} == {trace}

@@ -75,6 +75,17 @@ class Contract:
         assert [payload(g) for g in got] == [payload(b) for b in blocks]
         assert [(g.checksum, g.parent) for g in got] == [(b.checksum, b.parent) for b in blocks]
 
+    def test_a_checksum_is_seeded_with_the_fingerprint(self, backend: Backend) -> None:
+        put = block(b"k")
+        put.fingerprint = OTHER
+        put.checksum = checksum(put.memory[: put.length], seed(OTHER, b"k", put.length))
+        assert backend.write([put], ends()) == [Outcome.OK]
+        assert backend.read([wanted(put)], ends()) == [Outcome.TORN]
+        got = wanted(put)
+        got.fingerprint = OTHER
+        assert backend.read([got], ends()) == [Outcome.OK]
+        assert (payload(got), got.checksum) == (payload(put), put.checksum)
+
     @pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 1 << 20, (4 << 20) + 1])
     def test_any_size(self, backend: Backend, nbytes: int) -> None:
         put = block(b"k", nbytes)

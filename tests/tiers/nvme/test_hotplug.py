@@ -16,7 +16,7 @@ from kvstore.daemon.runtime.tier_set import TierSet
 from kvstore.errors import TierError
 from kvstore.tiers.nvme.io.posix_engine import PosixEngine
 from kvstore.tiers.nvme.journal import Namespace
-from kvstore.tiers.nvme.tier import NvmeTier
+from kvstore.tiers.nvme.tier import REMOVED, NvmeTier
 from tests.tiers.nvme.at_once import make_extents
 
 MIB = 1 << 20
@@ -84,12 +84,19 @@ def test_a_device_with_blocks_is_not_added(tmp_path: Path) -> None:
 def test_a_folder_that_is_still_being_closed_is_waited_for(tmp_path: Path) -> None:
     nothing: Any = None
     removed = opened(tmp_path)
-    slow = SimpleNamespace(close=lambda: (time.sleep(0.3), removed.close()))
+
+    def retire() -> Path:
+        time.sleep(0.3)
+        return removed.retire()
+
+    slow = SimpleNamespace(close=removed.close, retire=retire)
     view: Any = SimpleNamespace(tiers=[SimpleNamespace(name="dram"), SimpleNamespace(name="nvme1")])
     tiers = TierSet(view, nothing, {"nvme1": cast("NvmeTier", slow)}, {})
-    devices = Devices(nothing, tiers, nothing, nothing, nothing, nothing, lambda: parse(""))
+    alone = parse(f'nvme.path = "{tmp_path / "first"}"')
+    devices = Devices(nothing, tiers, nothing, nothing, nothing, nothing, lambda: alone)
     tiers.close(1)
     assert not tiers.devices
     with pytest.raises(TierError, match="in use by pid"):
         open_new(config(tmp_path), ["nvme1"], None)
     devices.opener(config(tmp_path))()["nvme1"].close()
+    assert not (tmp_path / "second" / REMOVED).exists()

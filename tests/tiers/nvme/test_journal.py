@@ -9,11 +9,14 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lmdb
+import msgpack
 import numpy as np
 import pytest
 
@@ -194,6 +197,30 @@ class TestKeeping:
             assert column.dtype.isnative
             assert column.flags.c_contiguous
 
+    def test_epochs_survive_a_reopen_and_older_daemons_read_the_namespaces(self, tmp_path: Path) -> None:
+        layout = {"model": "m", "block_bytes": 65536}
+        first = Namespace("one", layout, bytes(16), epoch=b"e" * 16)
+        second = Namespace("one", layout, bytes(range(16)))
+        journal = Journal.open(tmp_path, MIB)
+        journal.put_namespace(1, replace(first, epoch=b"f" * 16))
+        journal.put_namespace(2, first)
+        journal.delete_namespace(1)
+        journal.put_namespace(3, second)
+        journal.drain()
+        assert journal.load().namespaces == {2: first, 3: second}
+        journal.renew(journal.load())
+        journal.close()
+        with lmdb.open(str(tmp_path / "records"), max_dbs=5, readonly=True) as env, env.begin() as txn:
+            found = dict(txn.cursor(env.open_db(b"namespaces", txn, create=False)))
+        assert [len(msgpack.unpackb(value)) for value in found.values()] == [6, 6], "they refuse a seventh"
+        again = Journal.open(tmp_path, MIB)
+        assert again.load().namespaces == {2: first, 3: second}
+        again.put_namespace(4, replace(first, epoch=b""))
+        again.delete_namespace(2)
+        again.drain()
+        assert again.load().namespaces == {4: replace(first, epoch=b""), 3: second}, "it is unknown again"
+        again.close()
+
     def test_blocks_of_one_age_come_by_version(self, journal: Journal) -> None:
         for version in (3, 1, 2):
             journal.put(batch(b"%d" % version, version=version), NOTHING_TO_SYNC, lambda _: None)
@@ -288,6 +315,27 @@ class TestOrder:
         journal.drain()
         assert calls == ["one", "two"]
         assert list(answers.told) == ["0", "1", "2", "3", "4"]
+
+    @pytest.mark.parametrize("ends", ["time", "many", "close"])
+    def test_the_writer_rests_between_groups(
+        self, tmp_path: Path, answers: Answers, monkeypatch: pytest.MonkeyPatch, ends: str
+    ) -> None:
+        rest_s, most = 1.0 if ends == "time" else 1000.0, 4 if ends == "many" else 1000
+        monkeypatch.setattr(journal_module, "_REST_S", rest_s)
+        monkeypatch.setattr(journal_module, "_MOST_WAITING", most)
+        syncs: list[float] = []
+        sync = lambda: syncs.append(time.monotonic())  # noqa: E731
+        journal = Journal.open(tmp_path / "tier", MIB)
+        journal.put(batch(b"first"), sync, answers.named("first"))
+        answers.wait("first")  # at once: there was nothing to rest from
+        for i in range(4):
+            journal.put(batch(b"%d" % i), sync, answers.named(str(i)))
+        if ends == "close":
+            journal.close()
+        answers.wait("0", "1", "2", "3")
+        assert len(syncs) == 2, "one group for all that came during the rest"
+        assert (syncs[1] - syncs[0] >= 0.9) == (ends == "time")
+        journal.close()
 
     @pytest.mark.parametrize("grouped", [True, False])
     def test_the_last_word_on_a_key_counts(self, journal: Journal, grouped: bool) -> None:

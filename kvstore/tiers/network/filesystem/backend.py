@@ -129,7 +129,7 @@ class Filesystem(Backend):
             return Outcome.MISSING
         except OSError as error:
             return Outcome.TORN if error.errno in _FOREIGN else Outcome.FAILED
-        got = Object(thing.name, thing.length, raw[HEAD_BYTES:])
+        got = Object(thing.name, thing.length, raw[HEAD_BYTES:], fingerprint=thing.fingerprint)
         outcome = objects.settle(got, raw[: objects.HEADER_BYTES])
         if outcome is Outcome.OK:
             with call.touching():

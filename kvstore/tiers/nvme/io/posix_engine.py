@@ -25,6 +25,7 @@ from kvstore.types import ALIGN
 _log = logging.getLogger(__name__)
 
 _MOST_PIECES = 64  # of a task, which delays urgent ones
+_FEW_PIECES, _FEW_BYTES = 4, 128 << 10  # of a task: waking another thread takes longer than moving so little
 
 Piece: TypeAlias = tuple[int, BlockIO, int, int]
 """The number of an I/O in its batch, the I/O, and where in its buffer the piece starts and ends."""
@@ -84,12 +85,14 @@ class PosixEngine:
     def _tasks(self, pieces: list[Piece]) -> list[list[Piece]]:
         """Divides pieces among the threads, in order."""
         total = sum(stop - start for _, _, start, stop in pieces)
-        most_bytes = min(self._task_bytes, -(-total // len(self._threads)))
+        threads = len(self._threads)
+        most_bytes = min(self._task_bytes, max(-(-total // threads), _FEW_BYTES))
+        most_pieces = min(_MOST_PIECES, max(-(-len(pieces) // threads), _FEW_PIECES))
         tasks: list[list[Piece]] = []
         room = 0
         for piece in pieces:
             size = piece[3] - piece[2]
-            if size > room or len(tasks[-1]) == _MOST_PIECES:
+            if size > room or len(tasks[-1]) == most_pieces:
                 tasks.append([])
                 room = max(most_bytes, size)
             tasks[-1].append(piece)
