@@ -61,17 +61,20 @@ def main() -> None:
         trace = sys.argv[1] if len(sys.argv) > 1 else f"{folder}/trace.jsonl"
         if len(sys.argv) == 1:
             record(Path(trace))
-        # Bytes of a block on one shard; for a running daemon: used_bytes / blocks in `kvstore status`.
-        options = ["--hit", HIT, "--nvme", NVME, "--block-bytes", "2MiB"]
+        # KV of one token on one shard, and the speed of your engine: see docs/lab.md.
+        options = ["--hit", HIT, "--nvme", NVME, "--token-bytes", "128KiB", "--prefill", "10000"]
         if len(sys.argv) == 1:
             options += ["--processes", "1"]  # more take longer to start than this trace to replay
-        command = [*KVSTORE, "lab", "size", trace, *options, "--json"]
-        sized = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+        command = [*KVSTORE, "lab", "recommend", trace, *options, "--json"]
+        page = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    sized = page["sizing"]
     best = sized["report"]["trace"]["best_hit_ratio"]
     print(f"# An unlimited cache serves {100 * best:.1f} % of the tokens; for {HIT}:")
     for tier, limit in sized["limits_bytes"].items():
         print(f'[{tier}]\nlimit = "{limit >> 20}MiB"')
+    print(f'[policy]\neviction = "{sized["answer"]["policy"]}"')
     print(f"# {100 * sized['answer']['hit_ratio']:.1f} %; {sized['searched']}")
+    print(f"# This saves {page['gpu_s_per_hour']:,.0f} GPU seconds an hour.")
 
 
 if __name__ == "__main__":

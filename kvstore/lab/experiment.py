@@ -27,12 +27,14 @@ _CHECKED_OPTIONS = {"write_policy": ("write_through", "on_evict"), "admission": 
 class Options:
     """How to replay a trace. `block_tokens` None: 256 for conversations, otherwise the trace's own.
 
+    `token_bytes`: bytes of KV per token; the size of a block follows from it. 0: it is `block_bytes`.
     `loop` None: the default closed loop, for conversations only. `placement`: options of `SimulatedNode`.
     `repeat`: how many times the trace is replayed in a row; each time has blocks of its own. `model`: a
     hybrid model, see `parse_model`; "": full attention only.
     """
 
     block_bytes: int = 2 << 20
+    token_bytes: int = 0
     block_tokens: int | None = None
     loop: ClosedLoop | None = None
     skip_bad: bool = False
@@ -98,7 +100,6 @@ class Experiment:
 
     def __init__(self, path: Path, options: Options) -> None:
         check_node(options.block_bytes, options.placement)
-        self.block_bytes = options.block_bytes
         self.processes = options.processes
         self._placement = dict(options.placement)
         self.model = parse_model(options.model) if options.model else None
@@ -106,6 +107,8 @@ class Experiment:
         self._loop = loop_of(self._trace, options.loop)
         workload = workload_of(self._trace, options.block_tokens, self._loop)
         self.workload = workload.repeated(options.repeat)
+        self.block_bytes = options.token_bytes * workload.block_tokens or options.block_bytes
+        check_node(self.block_bytes, options.placement)
         self.bound = Bound(self.workload)
         self._model_name = options.model
         self._best = self.bound.hits(self.workload.unique_blocks)

@@ -24,6 +24,7 @@ from kvstore.core.placement import Placement
 from kvstore.core.policy.admission import Rule
 from kvstore.errors import KVStoreError
 from kvstore.lab.capacity import Capacities
+from kvstore.lab.workload import mix
 from kvstore.types import Tier
 
 CHAIN = 1
@@ -177,8 +178,5 @@ class SimulatedNode:
 
 
 def keys_of(numbers: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.uint64]:
-    """Returns a key for each block number: a bijective mix (splitmix64), so that keys spread like hashes."""
-    z = numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+    """Returns a key for each block number."""
+    return mix(numbers.astype(np.uint64))

@@ -1,15 +1,19 @@
-"""Sizes a node by replays: the smallest DRAM for a hit ratio, or the best split of a budget."""
+"""Sizes a node by replays: DRAM and NVMe for a hit ratio, or the best split of a budget.
+
+A search replays the first of some policies. The answer's tiers are then replayed with the others.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf, sqrt
 
 import numpy as np
 
 from kvstore.config import GIB, MIB, format_size
+from kvstore.core.policy import find
 from kvstore.errors import KVStoreError, MisuseError
 from kvstore.lab.capacity import Capacities, Capacity
 from kvstore.lab.experiment import Experiment
@@ -23,6 +27,10 @@ _CLOSE = 1.02
 _SPLITS = (1.0, 0.75, 0.5, 0.25, 0.125, 0.0625, 0.03125)
 _REFINEMENTS = 2
 _ALIKE = 0.001
+_BETTER = 0.005
+"""Points by which another policy must be better than the first to be the answer."""
+_DRAM_PARTS = (2, 4, 8)
+_NVME_TIMES = 4
 _STEP_BYTES = 2 * MIB
 
 
@@ -58,10 +66,12 @@ class Prices:
 
 
 class _Tried:
-    """Replays of one policy; each capacity is replayed once."""
+    """Replays of the first of `policies`; each capacity is replayed once."""
 
-    def __init__(self, experiment: Experiment, policy: str, doing: Doing) -> None:
-        self._experiment, self._policy, self._doing = experiment, policy, doing
+    def __init__(self, experiment: Experiment, policies: Sequence[str], doing: Doing) -> None:
+        for policy in policies:
+            find(policy)
+        self._experiment, self._policies, self._doing = experiment, policies, doing
         self._named: dict[str, Capacities] = {}
         self._points: dict[str, Point] = {}
 
@@ -72,7 +82,7 @@ class _Tried:
         if todo:
             self._doing("; ".join(todo))
             self._named |= todo
-            points = self._experiment.replay([self._policy], list(todo.items()))
+            points = self._experiment.replay(self._policies[:1], list(todo.items()))
             self._points |= dict(zip(todo, points, strict=True))
         return [self._points[name] for name, _ in named]
 
@@ -81,30 +91,68 @@ class _Tried:
         return f"{'+'.join(f'{n:,}' for n in blocks)} blocks"
 
     def sizing(self, searched: str, answer: Point, prices: Prices | None) -> Sizing:
-        """Returns the result, with all points as its report."""
+        """Returns the result, with all points as its report. Replays its tiers with the other policies."""
+        others: list[Point] = []
+        if self._policies[1:]:
+            self._doing(f"{answer.capacity} with {', '.join(self._policies[1:])}")
+            at = [(answer.capacity, self._named[answer.capacity])]
+            others = self._experiment.replay(self._policies[1:], at)
+        best = max(others, key=lambda p: p.hit_ratio, default=answer)
+        if best.hit_ratio > answer.hit_ratio + _BETTER:
+            answer = best
         nbytes = self._experiment.block_bytes
         limits = {
             t.tier.name.lower(): t.limit_bytes or limit_for(t.blocks(nbytes), t.tier, nbytes)
             for t in self._named[answer.capacity]
         }
         cost = prices.of(limits) if prices else None
-        report = self._experiment.summary(list(self._points.values()), list(self._named.items()))
-        return Sizing(f"{searched}: {len(self._points)} replays", answer, limits, cost, report)
+        points = [*self._points.values(), *others]
+        report = self._experiment.summary(points, list(self._named.items()))
+        return Sizing(f"{searched}: {len(points)} replays", answer, limits, cost, report)
 
 
 def for_hit_ratio(
-    experiment: Experiment, policy: str, wanted: float, nvme: Capacities, doing: Doing
+    experiment: Experiment,
+    policies: Sequence[str],
+    wanted: float,
+    nvme: Capacities | None,
+    nvme_bytes_per_s: float,
+    doing: Doing,
 ) -> Sizing:
     """Finds the smallest DRAM, within 2 %, with a hit ratio of at least `wanted`, beside a fixed `nvme`.
 
-    Raises KVStoreError if no cache, or not this policy, can reach the hit ratio.
+    `nvme` None: DRAM alone; then a half, a quarter, an eighth of it, beside NVMe for four times its blocks,
+    as long as they serve the hit ratio and a drive that loads `nvme_bytes_per_s` keeps up on average.
+    Raises KVStoreError if no cache, or not the first policy, can reach the hit ratio.
     """
+    tried = _Tried(experiment, policies, doing)
+    searched, best = _least_dram(experiment, tried, wanted, nvme or ())
+    if nvme is None:
+        blocks = best.blocks_by_tier["dram"]
+        least = experiment.workload.longest
+        below = Capacity(Tier.NVME, slots=min(_NVME_TIMES * blocks, experiment.workload.unique_blocks))
+        for part in (n for n in _DRAM_PARTS if blocks // n >= least):
+            [point] = tried.run([(Capacity(Tier.DRAM, slots=blocks // part), below)])
+            if point.hit_ratio < wanted or loads_bytes_per_s(experiment, point) > nvme_bytes_per_s:
+                break
+            best = point
+        searched += ", then less beside NVMe"
+    return tried.sizing(searched, best, None)
+
+
+def loads_bytes_per_s(experiment: Experiment, point: Point) -> float:
+    """Returns the bytes that NVMe loads per second of the trace, on average; 0 without times."""
+    loaded = point.hits_by_tier.get("nvme", 0) * experiment.block_bytes
+    return loaded / experiment.workload.duration_s if experiment.workload.duration_s else 0.0
+
+
+def _least_dram(experiment: Experiment, tried: _Tried, wanted: float, nvme: Capacities) -> tuple[str, Point]:
+    """Returns the searched range as text, and the point of the smallest DRAM found."""
     if wanted > experiment.best_ratio:
         raise KVStoreError(
             f"{100 * wanted:.1f} % of the tokens cannot be served",
             f"a cache with room for everything serves {100 * experiment.best_ratio:.1f} % of this trace",
         )
-    tried = _Tried(experiment, policy, doing)
 
     def replay(sizes: Iterable[int]) -> list[Point]:
         return tried.run((Capacity(Tier.DRAM, slots=n), *nvme) for n in sizes)
@@ -116,11 +164,11 @@ def for_hit_ratio(
     first, best = replay((low, high))
     if best.hit_ratio < wanted:
         raise KVStoreError(
-            f"{policy} does not serve {100 * wanted:.1f} % of the tokens with room for everything",
+            f"{best.policy} does not serve {100 * wanted:.1f} % of the tokens with room for everything",
             f"it serves {100 * best.hit_ratio:.1f} %, the best one {100 * experiment.best_ratio:.1f} %",
         )
     if first.hit_ratio >= wanted:
-        return tried.sizing(searched, first, None)
+        return searched, first
     while high > low + 1 and high > low * _CLOSE:
         inner = np.geomspace(low, high, experiment.processes + 2)[1:-1].astype(int).tolist()
         sizes = sorted({min(max(n, low + 1), high - 1) for n in inner})
@@ -129,7 +177,7 @@ def for_hit_ratio(
                 high, best = n, point
                 break
             low = n
-    return tried.sizing(searched, best, None)
+    return searched, best
 
 
 def _least(experiment: Experiment, wanted: float) -> int:
@@ -138,13 +186,15 @@ def _least(experiment: Experiment, wanted: float) -> int:
     return sizes[bisect_left(sizes, wanted, key=lambda n: experiment.ratio(experiment.bound.hits(n)))]
 
 
-def for_budget(experiment: Experiment, policy: str, budget: float, prices: Prices, doing: Doing) -> Sizing:
+def for_budget(
+    experiment: Experiment, policies: Sequence[str], budget: float, prices: Prices, doing: Doing
+) -> Sizing:
     """Finds the split of a budget between DRAM and NVMe with the highest hit ratio.
 
     Among splits within 0.1 percentage points, the split with the most DRAM hits wins. Raises KVStoreError if
     the budget does not buy DRAM for the longest prompt.
     """
-    tried = _Tried(experiment, policy, doing)
+    tried = _Tried(experiment, policies, doing)
     nodes = {share: node for share in _SPLITS if (node := _bought(experiment, budget, share, prices))}
     if not nodes:
         raise KVStoreError(

@@ -2,6 +2,7 @@
 
 Two formats. `requests`, published by the Mooncake project: each line one chat request (`timestamp` in ms,
 `input_length`, `output_length`, `hash_ids` of blocks of 512 tokens, or of `block_tokens` where it is given).
+The Qwen-Bailian usage traces differ by a `chat_id`, `timestamp` in s and blocks of 16 tokens.
 `conversations`, published by the kv-cache-tester project: each line one conversation of a coding agent
 (`block_size`, `requests` with `t`, `in`, `out`, `hash_ids`), in which sub-agents are nested and count their
 time from their own start.
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeAlias, TypeVar
 
 import zstandard
 from blake3 import blake3
@@ -25,7 +26,7 @@ from pydantic_core import from_json
 
 from kvstore.errors import KVStoreError
 
-CHAT_BLOCK_TOKENS = 512
+CHAT_BLOCK_TOKENS, BAILIAN_BLOCK_TOKENS = 512, 16
 READ_BYTES = 64 << 10
 MAX_LINE_BYTES = 256 << 20
 MAX_WINDOW_BYTES = 1 << 31
@@ -64,11 +65,18 @@ class _Row(BaseModel):
 
 
 class _Chat(_Row):
+    TICKS_PER_S: ClassVar = 1000.0
     timestamp: _Seconds
     input_length: _Count
     output_length: _Count
     hash_ids: list[_Id]
     block_tokens: Annotated[int, Field(ge=1)] = CHAT_BLOCK_TOKENS
+
+
+class _BailianChat(_Chat):
+    TICKS_PER_S: ClassVar = 1.0
+    chat_id: int
+    block_tokens: Annotated[int, Field(ge=1)] = BAILIAN_BLOCK_TOKENS
 
 
 class Call(_Row):
@@ -166,16 +174,16 @@ class Trace:
         self.path = path
         self.skipped: list[str] = []
         self._skip_bad = skip_bad
-        self.kind, self.block_tokens = self._first()
+        self.kind, self.block_tokens, self._chat_row = self._first()
 
-    def _first(self) -> tuple[Kind, int]:
-        """Returns format and block size of the first good line."""
+    def _first(self) -> tuple[Kind, int, type[_Chat]]:
+        """Returns format, block size and the row of chats of the first good line."""
         for where, line in self._lines():
             try:
-                kind = _kind(where, line)
+                kind, chat_row = _kind(where, line)
                 if kind == "conversations":
-                    return kind, _parse(_Conversation, where, line).block_size
-                return kind, _parse(_Chat, where, line).block_tokens
+                    return kind, _parse(_Conversation, where, line).block_size, chat_row
+                return kind, _parse(chat_row, where, line).block_tokens, chat_row
             except BadLineError as e:
                 self._skip(e)
         raise KVStoreError(f"{self.path} holds no requests", _FORMATS_HINT)
@@ -205,7 +213,7 @@ class Trace:
 
     def _sessions(self) -> Iterator[TraceSession]:
         self.skipped = []
-        number, clock = 0, _Clock()
+        number, clock = 0, _Clock(self._chat_row.TICKS_PER_S)
         for where, line in self._lines():
             try:
                 if self.kind == "requests":
@@ -219,7 +227,7 @@ class Trace:
             number += 1
 
     def _chat(self, number: int, where: str, line: bytes, clock: _Clock) -> TraceSession:
-        row = _parse(_Chat, where, line)
+        row = _parse(self._chat_row, where, line)
         self._check_size(where, "block_tokens", row.block_tokens)
         call = Call.model_construct(
             t=0.0, tokens_in=row.input_length, tokens_out=row.output_length, hash_ids=row.hash_ids
@@ -264,22 +272,23 @@ class Trace:
 
 
 class _Clock:
-    """The trace's clock: milliseconds, monotonic, from the first request."""
+    """The trace's clock: monotonic, from the first request."""
 
-    def __init__(self) -> None:
-        self._start_ms: float | None = None
-        self._last_ms = 0.0
+    def __init__(self, ticks_per_s: float) -> None:
+        self._ticks_per_s = ticks_per_s
+        self._start: float | None = None
+        self._last = 0.0
 
-    def seconds_at(self, where: str, timestamp_ms: float) -> float:
+    def seconds_at(self, where: str, timestamp: float) -> float:
         """Returns seconds since the first timestamp. Raises BadLineError if the clock decreases."""
-        if self._start_ms is None:
-            self._start_ms = timestamp_ms
-        elif timestamp_ms < self._last_ms:
+        if self._start is None:
+            self._start = timestamp
+        elif timestamp < self._last:
             raise BadLineError(
-                f"{where}: timestamp goes back from {self._last_ms:g} to {timestamp_ms:g}", _ORDER_HINT
+                f"{where}: timestamp goes back from {self._last:g} to {timestamp:g}", _ORDER_HINT
             )
-        self._last_ms = timestamp_ms
-        return (timestamp_ms - self._start_ms) / 1000
+        self._last = timestamp
+        return (timestamp - self._start) / self._ticks_per_s
 
 
 def _flatten(
@@ -309,21 +318,21 @@ def _check_ids(where: str, call: Call, block_tokens: int) -> None:
 
 _ORDER_HINT = "sort the requests by time"
 _FORMATS_HINT = (
-    "JSON lines, either chat requests {timestamp, input_length, output_length, hash_ids} "
-    "or agent conversations {block_size, requests: [{t, in, out, hash_ids}]}"
+    "JSON lines, either chat requests {timestamp, input_length, output_length, hash_ids}, with a chat_id "
+    "those of Qwen-Bailian, or agent conversations {block_size, requests: [{t, in, out, hash_ids}]}"
 )
 
 
-def _kind(where: str, line: bytes) -> Kind:
+def _kind(where: str, line: bytes) -> tuple[Kind, type[_Chat]]:
     try:
         first = from_json(line)
     except ValueError as e:
         raise BadLineError(f"{where} is not JSON: {e}", _FORMATS_HINT) from None
     fields = first if isinstance(first, dict) else {}
     if "requests" in fields and "block_size" in fields:
-        return "conversations"
+        return "conversations", _Chat
     if "timestamp" in fields or "input_length" in fields:
-        return "requests"
+        return "requests", _BailianChat if "chat_id" in fields else _Chat
     raise BadLineError(f"{where} has no known trace format", _FORMATS_HINT)
 
 

@@ -136,7 +136,7 @@ class Numbering:
         step = self._ids_a_block
         for call in session.calls:
             end = call.tokens_in // self.block_tokens * step
-            names = np.array(call.hash_ids[step - 1 : end : step], np.uint64)
+            names = _joined(np.array(call.hash_ids[:end], np.uint64).reshape(-1, step))
             blocks = np.empty(len(names), np.int32)
             before = latest.get((call.model, call.main))
             start = _shared(before[0], names) if before else 0
@@ -173,6 +173,22 @@ class Numbering:
     def _next(self) -> int:
         self.unique += 1
         return self.unique - 1
+
+
+def _joined(ids: npt.NDArray[np.uint64]) -> Names:
+    """Returns one name for the ids of each row. Equal rows have equal names."""
+    names: Names = ids[:, 0].copy()
+    for column in ids[:, 1:].T:
+        names = mix(names) ^ column
+    return names
+
+
+def mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Returns a bijective mix (splitmix64) of numbers, which spreads them like hashes."""
+    z = z * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
 
 
 def _shared(a: Names, b: Names) -> int:

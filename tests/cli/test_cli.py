@@ -149,7 +149,7 @@ def _example_works(name: str, words: list[str], tenants: LocalDaemon, command: A
         (tenants.folder / "nvme1").mkdir()
         add = ("device", "add", "nvme1", str(tenants.folder / "nvme1"), "--limit", "16MiB")
         assert run(tenants, *add).returncode == 0
-    if name in ("lab fleet", "lab replay", "lab size"):
+    if name in ("lab fleet", "lab replay", "lab recommend"):
         words += ["--processes", "1"]
     if name == "fsck":
         with LocalDaemon(WITH_NVME) as stopped:

@@ -132,7 +132,7 @@ def test_reports_of_the_lab_fit_a_terminal(tmp_path: Path) -> None:
     few = ("--processes", "1", "--block-bytes", "64KiB")
     for args in (
         ("replay", trace, "--capacities", "5%,20%,5%+20%", "--policies", "hazard,lru,s3fifo", *few),
-        ("size", trace, "--hit", "20%", *few),
+        ("recommend", trace, "--hit", "50%", "--processes", "1", "--token-bytes", "128", "--prefill", "100"),
     ):
         text = on_terminal("lab", *args, columns=COLUMNS).text
         # Progress rewrites its line.

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from kvstore.cli import app
 from kvstore.errors import KVStoreError, MisuseError
-from kvstore.lab import plots
+from kvstore.lab import plots, sizing
 from kvstore.lab.capacity import Capacity, parse_capacities
 from kvstore.lab.compare import compare
 from kvstore.lab.experiment import Experiment, Options
@@ -138,44 +138,128 @@ def test_fleet_of_conversations_with_decode_nodes(talks: Path) -> None:
     assert "4, 2 decode" in table
 
 
-def test_size_for_a_hit_ratio(trace: Path) -> None:
-    found = json_of("size", trace, "--hit", "30%")
+def recommended(*args: object) -> dict[str, Any]:
+    """Returns the recommendation as JSON, for tokens of 128 bytes: blocks of 64 KiB."""
+    run_args = ("--token-bytes", "128", "--prefill", 100, "--processes", 1, "--json")
+    values = json.loads(run("recommend", *args, *run_args).stdout)
+    assert isinstance(values, dict)
+    return values
+
+
+def test_recommend_dram_for_a_hit_ratio(trace: Path) -> None:
+    found = recommended(trace, "--hit", "30%", "--nvme", "none")["sizing"]
     answer, points = found["answer"], found["report"]["points"]
     assert answer["hit_ratio"] >= 0.3
-    tried = {p["blocks_by_tier"]["dram"]: p["hit_ratio"] for p in points}
+    tried = {p["blocks_by_tier"]["dram"]: p["hit_ratio"] for p in points if p["policy"] == "hazard"}
     just_below = max(n for n, ratio in tried.items() if ratio < 0.3)
     n = answer["blocks_by_tier"]["dram"]
     assert just_below < n <= max(1.02 * just_below, just_below + 1)
     assert Capacity(Tier.DRAM, limit_bytes=found["limits_bytes"]["dram"]).blocks(BLOCK) >= n
-    assert "DRAM from" in found["searched"]
+    assert found["searched"].startswith("DRAM from")
+    others = {p["policy"] for p in points if p["capacity"] == answer["capacity"]}
+    assert others == {"hazard", "lru", "s3fifo"}, "compared where the search ended"
 
 
-def test_size_beside_nvme(trace: Path) -> None:
-    args = ("size", trace, "--hit", "30%", "--nvme", "20%", "--block-bytes", "64KiB", "--processes", 1)
-    table = run(*args).stdout
-    assert "hazard serves 3" in table
-    assert "dram.limit = " in table
-    assert ", nvme.limit = " in table
-    assert "searched DRAM from" in table
+def test_recommend_without_a_target_serves_most_of_what_can_be_served(trace: Path) -> None:
+    page = recommended(trace)
+    found, report = page["sizing"], page["sizing"]["report"]
+    answer, info = found["answer"], report["trace"]
+    assert answer["hit_ratio"] >= 0.9 * info["best_hit_ratio"]
+    alone = min(
+        p["blocks_by_tier"]["dram"]
+        for p in report["points"]
+        if len(p["blocks_by_tier"]) == 1 and p["hit_ratio"] >= 0.9 * info["best_hit_ratio"]
+    )
+    assert answer["blocks_by_tier"]["dram"] <= alone
+    hours, saved_s = info["duration_s"] / 3600, answer["hit_ratio"] * info["input_tokens"] / 100
+    assert page["gpu_s_per_hour"] == pytest.approx(saved_s / hours)
+    assert page["token_bytes"] == 128
 
 
-def test_size_for_an_unreachable_hit_ratio_fails(trace: Path) -> None:
+def test_recommend_less_dram_beside_nvme_that_keeps_up(trace: Path) -> None:
+    budget = ("--hit", "60%", "--write-budget", "0", "--admission", "always")
+    page = recommended(trace, *budget)
+    answer = page["sizing"]["answer"]
+    assert set(page["sizing"]["limits_bytes"]) == {"dram", "nvme"}
+    assert answer["hit_ratio"] >= 0.6
+    assert answer["blocks_by_tier"]["nvme"] > answer["blocks_by_tier"]["dram"]
+    seconds = page["sizing"]["report"]["trace"]["duration_s"]
+    loads = answer["hits_by_tier"]["nvme"] * BLOCK / seconds
+    assert page["nvme_loads_bytes_per_s"] == pytest.approx(loads)
+    written = answer["written_bytes_by_tier"]["nvme"]
+    assert page["nvme_writes_bytes_per_day"] == pytest.approx(written * 86400 / seconds)
+    slow = recommended(trace, *budget, "--nvme-rate", round(loads) // 2, "--prefill", 1)
+    assert set(slow["sizing"]["limits_bytes"]) == {"dram"}, "the drive would not keep up"
+    slower = recommended(trace, *budget, "--nvme-rate", 12_000)
+    assert {len(p["blocks_by_tier"]) for p in slower["sizing"]["report"]["points"]} == {1}, (
+        "computing is faster"
+    )
+
+
+def test_recommend_the_policy_that_is_clearly_better(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer() -> dict[str, Any]:
+        found = recommended(trace, "--nvme", "none", "--policies", "sieve,lru")["sizing"]
+        assert isinstance(found, dict)
+        return found
+
+    def hits(found: dict[str, Any], policy: str) -> float:
+        points = found["report"]["points"]
+        at = found["answer"]["capacity"]
+        return max(p["hit_ratio"] for p in points if (p["policy"], p["capacity"]) == (policy, at))
+
+    monkeypatch.setattr(sizing, "_BETTER", -1.0)
+    assert answer()["answer"]["policy"] == "lru"
+    monkeypatch.setattr(sizing, "_BETTER", 1.0)
+    found = answer()
+    assert found["answer"]["policy"] == "sieve"
+    assert found["answer"]["hit_ratio"] == hits(found, "sieve")
+
+
+def test_the_page_of_a_recommendation(trace: Path) -> None:
+    args = (trace, "--hit", "60%", "--write-budget", "0", "--token-bytes", 128, "--prefill", 100)
+    page = run("recommend", *args, "--processes", 1).stdout
+    for words in (
+        "dram.limit",
+        "nvme.limit",
+        "policy.eviction",
+        "nvme.admission     reuse",
+        "GPU seconds an hour",
+        "written to NVMe",
+        "of the limit a day",
+        "128B of KV per token, 100 tokens/s of prefill",
+        "then less beside NVMe",
+        "drives/day",
+    ):
+        assert words in page, words
+    slow = run("recommend", *args, "--processes", 1, "--nvme", "20%", "--nvme-rate", 12_000).stdout
+    assert "NVMe loads 94 tokens/s, which is slower than prefill" in slow
+
+
+def test_recommend_beside_nvme(trace: Path) -> None:
+    found = recommended(trace, "--hit", "30%", "--nvme", "20%", "--policies", "hazard")["sizing"]
+    assert set(found["limits_bytes"]) == {"dram", "nvme"}
+    sizes = {p["blocks_by_tier"]["nvme"] for p in found["report"]["points"]}
+    assert sizes == {found["report"]["trace"]["unique_blocks"] // 5}
+
+
+def test_recommend_for_an_unreachable_hit_ratio_fails(trace: Path) -> None:
     best = json_of("replay", trace, "--capacities", "5%")["trace"]["best_hit_ratio"]
-    says = refused("size", trace, "--hit", "99%")
+    says = refused("recommend", trace, "--hit", "99%")
     assert "99.0 % of the tokens cannot be served" in says
     assert f"{100 * best:.1f} %" in says
 
 
-def test_size_for_a_budget(trace: Path) -> None:
-    args = ("size", trace, "--budget", 0.015, "--dram-cost", 4, "--nvme-cost", 0.5)
-    found = json_of(*args)
+def test_recommend_for_a_budget(trace: Path) -> None:
+    args = (trace, "--budget", 0.015, "--dram-cost", 4, "--nvme-cost", 0.5, "--write-budget", 0)
+    found = recommended(*args, "--admission", "always", "--policies", "hazard")["sizing"]
     assert 0 < found["cost"] <= 0.015
     answer, points = found["answer"], found["report"]["points"]
     assert answer["hit_ratio"] == max(p["hit_ratio"] for p in points)
     assert answer["hit_ratio"] > max(p["hit_ratio"] for p in points if len(p["blocks_by_tier"]) == 1)
     assert set(found["limits_bytes"]) == {"dram", "nvme"}
     assert "splits of 0.015 between DRAM at 4 and NVMe at 0.5" in found["searched"]
-    assert "does not buy DRAM for the longest prompt" in refused(*args[:2], "--budget", 0.001, *args[4:])
+    says = refused("recommend", trace, "--budget", 0.00001, *args[3:], "--token-bytes", 128)
+    assert "does not buy DRAM for the longest prompt" in says
 
 
 @pytest.mark.parametrize("tier", [Tier.DRAM, Tier.NVME])
@@ -302,15 +386,19 @@ def test_capacities() -> None:
         (["fleet", "--network-admission", "never"], "unknown network admission 'never'"),
         (["fleet", "--users", "4"], "--users, --gap-cap, --shared and --seed are for conversations"),
         (["fleet", "--plot", "a.pdf"], "a name that ends in .png or .svg"),
-        (["size"], "one of --hit and --budget is required"),
-        (["size", "--hit", "30%", "--budget", "5"], "one of --hit and --budget is required"),
-        (["size", "--hit", "30"], "--hit: '30' is not a percentage"),
-        (["size", "--hit", "101%"], "--hit: '101%' is not a percentage"),
-        (["size", "--hit", "30%", "--dram-cost", "3"], "--dram-cost and --nvme-cost belong to --budget"),
-        (["size", "--hit", "30%", "--nvme", "12"], "--nvme: 12 may mean blocks or bytes"),
-        (["size", "--budget", "5", "--nvme", "5%"], "--nvme belongs to --hit"),
-        (["size", "--budget", "5", "--dram-cost", "3"], "--budget needs prices"),
-        (["size", "--budget", "5", "--dram-cost", "0", "--nvme-cost", "1"], "a GiB of dram costs 0"),
+        (["recommend", "--hit", "30%", "--budget", "5"], "--hit and --budget exclude each other"),
+        (["recommend", "--hit", "30"], "--hit: '30' is not a percentage"),
+        (["recommend", "--hit", "101%"], "--hit: '101%' is not a percentage"),
+        (["recommend", "--dram-cost", "3"], "--dram-cost and --nvme-cost belong to --budget"),
+        (["recommend", "--nvme", "12"], "--nvme: 12 may mean blocks or bytes"),
+        (["recommend", "--budget", "5", "--nvme", "5%"], "--nvme and --budget exclude each other"),
+        (["recommend", "--budget", "5", "--dram-cost", "3"], "--budget needs prices"),
+        (["recommend", "--budget", "5", "--dram-cost", "0", "--nvme-cost", "1"], "a GiB of dram costs 0"),
+        (["recommend", "--policies", "hazard,nru"], "no eviction policy 'nru' (one of lru"),
+        (["recommend", "--token-bytes", "0"], "--token-bytes is 0"),
+        (["recommend", "--token-bytes", "1MiB"], "block_bytes is 536870912"),
+        (["recommend", "--prefill", "0"], "prefill_tokens_per_s is 0"),
+        (["recommend", "--nvme-rate", "fast"], "--nvme-rate: 'fast' is not a size"),
     ],
 )
 def test_invalid_options_are_refused(trace: Path, args: list[str], says: str) -> None:
@@ -334,7 +422,7 @@ def test_plots(trace: Path, tmp_path: Path) -> None:
     png, svg = tmp_path / "a.png", tmp_path / "a.svg"
     json_of("replay", trace, "--capacities", "5%,5%+20%", "--plot", png)
     assert png.read_bytes().startswith(b"\x89PNG")
-    json_of("size", trace, "--hit", "30%", "--nvme", "20%", "--plot", svg)
+    recommended(trace, "--hit", "30%", "--nvme", "20%", "--plot", svg)
     text = (tmp_path / "a.svg").read_text()
     for title in ("Tokens served", "Hits by tier", "Bytes written", "Drive writes per day", "Belady"):
         assert f">{title}" in text, title

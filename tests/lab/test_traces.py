@@ -82,6 +82,29 @@ def test_chats_may_set_block_tokens(tmp_path: Path) -> None:
         Trace(write(tmp_path / "none.jsonl", [{**small[0], "block_tokens": 0}]))
 
 
+# Two chats and a second turn in the published form of the Qwen-Bailian usage traces; all values are invented.
+BAILIAN = """
+{"chat_id": 4, "parent_chat_id": -1, "timestamp": 12.5, "input_length": 40, "output_length": 9, "type": "text", "turn": 1, "hash_ids": [7, 8, 9]}
+{"chat_id": 5, "parent_chat_id": -1, "timestamp": 13.061, "input_length": 16, "output_length": 1, "type": "search", "turn": 1, "hash_ids": [9]}
+{"chat_id": 6, "parent_chat_id": 4, "timestamp": 19.0, "input_length": 64, "output_length": 30, "type": "text", "turn": 2, "hash_ids": [7, 8, 10, 11]}
+"""  # noqa: E501
+
+
+def test_bailian_chats_have_seconds_and_small_blocks(tmp_path: Path) -> None:
+    path = tmp_path / "qwen.jsonl"
+    path.write_text(BAILIAN)
+    trace = Trace(path)
+    assert (trace.kind, trace.block_tokens, trace.count_sessions()) == ("requests", 16, 3)
+    first, other, second = trace
+    assert [r.time_s for r in (first, other, second)] == pytest.approx([0.0, 0.561, 6.5])
+    assert [len(r.keys) for r in (first, other, second)] == [2, 1, 4]
+    assert second.keys[:2] == first.keys
+    assert not set(other.keys) & set(second.keys)
+    path.write_text(BAILIAN + json.dumps(chat(20_000, 512, [1])))
+    with pytest.raises(KVStoreError, match=r"line 5 has no field chat_id"):
+        list(Trace(path))
+
+
 def test_a_key_depends_on_its_whole_prefix(tmp_path: Path) -> None:
     rows = [chat(0, 1024, [1, 2]), chat(0, 1024, [3, 2])]
     a, b = Trace(write(tmp_path / "chats.jsonl", rows))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
 from kvstore.cli.lab import reports
 from kvstore.cli.lab.options import (
-    ExperimentOptions,
+    RecommendOptions,
+    ReplayOptions,
     TraceArgument,
     items_of,
     percent_of,
@@ -21,6 +22,9 @@ from kvstore.cli.shared.commands import Commands
 from kvstore.cli.shared.options import JsonOption, named
 from kvstore.cli.shared.output import show
 from kvstore.errors import MisuseError
+
+if TYPE_CHECKING:
+    from kvstore.lab.capacity import Capacities
 
 app = Commands()
 
@@ -44,7 +48,7 @@ def replay(
             help="Separated by commas: 5% of the unique blocks, 64GiB, or DRAM+NVMe as 5%+1TiB.",
         ),
     ] = "1%,2%,5%,10%,25%",
-    options: ExperimentOptions,
+    options: ReplayOptions,
 ) -> None:
     """Compare policies and capacities on a trace, in virtual time.
 
@@ -60,50 +64,69 @@ def replay(
 
 
 @app.command()
-def size(
+def recommend(
     trace: TraceArgument,
     *,
     hit: Annotated[
-        str | None, Option(metavar="PERCENT", help="Find the smallest DRAM with this hit ratio in tokens.")
+        str | None,
+        Option(
+            metavar="PERCENT",
+            help="Hit ratio in tokens. Without it: 90 % of what a cache with room for everything serves.",
+        ),
     ] = None,
     nvme: Annotated[
-        str | None, Option(metavar="SIZE", help="With --hit: size of the NVMe tier, 1TiB or 20%.")
+        str | None,
+        Option(
+            metavar="SIZE", help="Size of the NVMe tier, 1TiB or 20%; none: DRAM alone. Without it: searched."
+        ),
     ] = None,
     budget: Annotated[
-        float | None, Option(help="Find the best DRAM and NVMe sizes for this amount of money.")
+        float | None, Option(help="Find the best DRAM and NVMe sizes for this amount of money instead.")
     ] = None,
     dram_cost: Annotated[float | None, Option(help="With --budget: price of a GiB of DRAM.")] = None,
     nvme_cost: Annotated[float | None, Option(help="With --budget: price of a GiB of NVMe.")] = None,
-    policy: Annotated[str, Option(metavar="NAME", help="Eviction policy.")] = "hazard",
-    options: ExperimentOptions,
+    policies: Annotated[
+        str,
+        Option(metavar="NAMES", help="Eviction policies: the first is searched with, the others compared."),
+    ] = "hazard,lru,s3fifo",
+    options: RecommendOptions,
 ) -> None:
-    """Find the smallest DRAM for a hit ratio, or the best split of a budget.
+    """Recommend DRAM, NVMe and a policy, and tell what they save: one page.
 
-    Example: kvstore lab size trace.jsonl --hit 30%
+    The smallest DRAM for a hit ratio, and less of it beside NVMe where that serves as much; or the best split
+    of a budget.
+
+    Example: kvstore lab recommend trace.jsonl --prefill 20000
     """
-    from kvstore.lab import sizing  # noqa: PLC0415
+    from kvstore.lab import recommendation, sizing  # noqa: PLC0415
 
-    if (hit is None) == (budget is None):
-        raise MisuseError("one of --hit and --budget is required", "--hit 30%")
+    if hit is not None and budget is not None:
+        raise MisuseError("--hit and --budget exclude each other", "omit one of them")
     if budget is None and (dram_cost, nvme_cost) != (None, None):
         raise MisuseError("--dram-cost and --nvme-cost belong to --budget", "omit them")
-    if hit is None and nvme is not None:
-        raise MisuseError("--nvme belongs to --hit", "--budget determines the size of the NVMe tier")
+    if budget is not None and nvme is not None:
+        raise MisuseError("--nvme and --budget exclude each other", "--budget determines the size of NVMe")
     if budget is not None and (dram_cost is None or nvme_cost is None):
         raise MisuseError("--budget needs prices per GiB", "--dram-cost 4 --nvme-cost 0.1")
+    names, speeds = items_of("--policies", policies), options.speeds()
+    target = named("--hit", percent_of, hit) if hit is not None else None
     experiment = options.experiment(trace)
     with status_line() as show_step:
-        if hit is not None:
-            tiers = named("--nvme", experiment.parse_nvme, nvme) if nvme is not None else ()
-            target = named("--hit", percent_of, hit)
-            found = sizing.for_hit_ratio(experiment, policy, target, tiers, show_step)
-        else:
-            assert budget is not None
+        if budget is not None:
             assert dram_cost is not None
             assert nvme_cost is not None
-            prices = sizing.Prices(dram_cost, nvme_cost)
-            found = sizing.for_budget(experiment, policy, budget, prices, show_step)
-    options.show(found.report, asdict(found), lambda: reports.sizing_table(found))
+            found = sizing.for_budget(
+                experiment, names, budget, sizing.Prices(dram_cost, nvme_cost), show_step
+            )
+        else:
+            loads_faster = recommendation.nvme_tokens_per_s(experiment, speeds) >= speeds.prefill_tokens_per_s
+            tiers: Capacities | None = None if nvme is None and loads_faster else ()
+            if nvme is not None and nvme != "none":
+                tiers = named("--nvme", experiment.parse_nvme, nvme)
+            wanted = target or recommendation.OF_BEST * experiment.best_ratio
+            found = sizing.for_hit_ratio(experiment, names, wanted, tiers, speeds.nvme_bytes_per_s, show_step)
+    page = recommendation.recommend(experiment, found, speeds)
+    options.show(found.report, asdict(page), lambda: reports.recommendation_page(page))
 
 
 @app.command()

@@ -21,6 +21,7 @@ from kvstore.errors import MisuseError
 if TYPE_CHECKING:
     from kvstore.lab.closed_loop import ClosedLoop
     from kvstore.lab.experiment import Experiment
+    from kvstore.lab.recommendation import Speeds
     from kvstore.lab.report import Report
 
 TraceArgument = Annotated[Path, Argument(help="Trace of chats or agent conversations: JSON lines, or .zst.")]
@@ -31,10 +32,9 @@ SkipBadOption = Annotated[bool, Option("--skip-bad", help="Skip bad lines, and c
 class SimulationOptions:
     """Options of simulated nodes, of the replayed trace, and of the output."""
 
-    block_bytes: Annotated[str, Option(metavar="SIZE", help="Payload of a block.")] = "2MiB"
     block_tokens: Annotated[
         int | None,
-        Option(help="Tokens per block, a multiple of the trace's. Without it: chats 512, conversations 256."),
+        Option(help="Tokens per block, a multiple of the trace's. Without it: its own, conversations 256."),
     ] = None
     write_policy: Annotated[str, Option(help="Writes to NVMe: write_through or on_evict.")] = "write_through"
     admission: Annotated[str, Option(help="Admission to NVMe: always, twice or reuse.")] = "always"
@@ -120,7 +120,7 @@ class ExperimentOptions(SimulationOptions):
 
         self.start()
         options = Options(
-            block_bytes=named("--block-bytes", parse_size, self.block_bytes),
+            **self.sizes(),
             block_tokens=self.block_tokens,
             loop=self.loop(seed=self.seed),
             skip_bad=self.skip_bad,
@@ -133,6 +133,10 @@ class ExperimentOptions(SimulationOptions):
             show_step(f"reading {trace.name}")
             return Experiment(trace, options)
 
+    def sizes(self) -> dict[str, int]:
+        """Returns the size of a block, as options of an experiment."""
+        raise NotImplementedError
+
     def show(self, report: Report, values: dict[str, Any], render: Callable[[], RenderableType]) -> None:
         """Plots the report with `--plot`, then prints values as JSON or rendered."""
         if self.plot is not None:
@@ -140,6 +144,54 @@ class ExperimentOptions(SimulationOptions):
 
             plots.draw(report, self.plot)
         show(values, self.as_json, render)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions(ExperimentOptions):
+    """Options of replays with blocks of a given size."""
+
+    block_bytes: Annotated[str, Option(metavar="SIZE", help="Payload of a block.")] = "2MiB"
+
+    def sizes(self) -> dict[str, int]:
+        """Returns the size of a block. Raises MisuseError."""
+        return {"block_bytes": named("--block-bytes", parse_size, self.block_bytes)}
+
+
+@dataclass(frozen=True, slots=True)
+class RecommendOptions(ExperimentOptions):
+    """Options of a recommendation. Writes to NVMe are the fewest, and within the rating of a usual drive."""
+
+    token_bytes: Annotated[
+        str, Option(metavar="SIZE", help="KV of one token: 128KiB for Llama 3 8B, 320KiB for 70B (16 bit).")
+    ] = "128KiB"
+    prefill: Annotated[
+        float, Option(metavar="TOKENS", help="Tokens per second that the engine computes.")
+    ] = 10_000
+    nvme_rate: Annotated[
+        str, Option(metavar="SIZE", help="Bytes per second that the engine loads from NVMe.")
+    ] = "3GB"
+    write_policy: Annotated[str, Option(help="Writes to NVMe: write_through or on_evict.")] = "on_evict"
+    admission: Annotated[str, Option(help="Admission to NVMe: always, twice or reuse.")] = "reuse"
+    write_budget: Annotated[
+        str,
+        Option(
+            metavar="SIZE",
+            help="Bytes written to NVMe per day, or a multiple of the limit such as 1x; 0: unlimited.",
+        ),
+    ] = "1x"
+
+    def sizes(self) -> dict[str, int]:
+        """Returns the KV of a token. Raises MisuseError."""
+        nbytes = named("--token-bytes", parse_size, self.token_bytes)
+        if not nbytes:
+            raise MisuseError(f"--token-bytes is {self.token_bytes}", "at least 1 byte")
+        return {"token_bytes": nbytes}
+
+    def speeds(self) -> Speeds:
+        """Returns the speeds of engine and drive. Raises MisuseError."""
+        from kvstore.lab.recommendation import Speeds  # noqa: PLC0415
+
+        return Speeds(self.prefill, named("--nvme-rate", parse_size, self.nvme_rate))
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from kvstore.config import format_size
 if TYPE_CHECKING:
     from kvstore.lab.compare import Comparison
     from kvstore.lab.fleet.report import FleetPoint, FleetReport
+    from kvstore.lab.recommendation import Recommendation
     from kvstore.lab.report import Point, Report, TraceInfo
-    from kvstore.lab.sizing import Sizing
 
 
 def report_table(report: Report) -> Group:
@@ -85,14 +85,45 @@ def fleet_table(report: FleetReport) -> Group:
     return Group(*head, load, shown, *(f"[dim]{note}[/dim]" for note in notes))
 
 
-def sizing_table(found: Sizing) -> Group:
-    """Returns the answer, the searched range, and a table of everything tried."""
-    limits = ", ".join(f"{tier}.limit = {format_size(n)}" for tier, n in found.limits_bytes.items())
-    cost = f" for {found.cost:,.2f}" if found.cost is not None else ""
-    answer = (
-        f"{found.answer.policy} serves {percent(found.answer.hit_ratio)} of the tokens with {limits}{cost}"
-    )
-    return Group(report_table(found.report), f"[bold]{answer}[/bold]", f"searched {found.searched}")
+def recommendation_page(page: Recommendation) -> Group:
+    """Returns the settings, what they save and wear, and a table of everything tried."""
+    sizing, answer, speeds = page.sizing, page.sizing.answer, page.speeds
+    report = sizing.report
+    settings = table(("setting", "value"))
+    for tier, limit in sizing.limits_bytes.items():
+        settings.add_row(f"{tier}.limit", format_size(limit))
+    settings.add_row("policy.eviction", answer.policy)
+    if report.two_tiers and "nvme" in sizing.limits_bytes:
+        options = report.settings.options
+        settings.add_row("nvme.write_policy", options["write_policy"])
+        settings.add_row("nvme.admission", options["admission"])
+        settings.add_row("nvme.write_budget", options["write_budget"])
+    worth = table(("effect", "value"))
+    best = report.trace.best_hit_ratio
+    worth.add_row("tokens served", f"{percent(answer.hit_ratio)}, at best {percent(best)}")
+    if page.gpu_s_per_hour is not None:
+        worth.add_row("prefill saved", f"{page.gpu_s_per_hour:,.0f} GPU seconds an hour")
+    if sizing.cost is not None:
+        worth.add_row("cost", f"{sizing.cost:,.2f}")
+    if "nvme" in sizing.limits_bytes:
+        worth.add_row("hits on NVMe", percent(answer.share_by_tier["nvme"]))
+        if page.nvme_loads_bytes_per_s is not None and page.nvme_writes_bytes_per_day is not None:
+            worth.add_row(
+                "loaded from NVMe", f"{format_size(round(page.nvme_loads_bytes_per_s))}/s on average"
+            )
+            worth.add_row("written to NVMe", f"{format_size(round(page.nvme_writes_bytes_per_day))} a day")
+            worth.add_row("drive writes", f"{_number(answer.drive_writes_per_day)} of the limit a day")
+    notes = [
+        f"with {format_size(round(page.token_bytes))} of KV per token, {speeds.prefill_tokens_per_s:,.0f} "
+        f"tokens/s of prefill, {format_size(round(speeds.nvme_bytes_per_s))}/s from NVMe",
+        f"searched {sizing.searched}",
+    ]
+    if page.nvme_tokens_per_s < speeds.prefill_tokens_per_s:
+        notes.append(
+            f"[yellow]NVMe loads {page.nvme_tokens_per_s:,.0f} tokens/s, which is slower than prefill: "
+            "engines that report their speed do not wait for it[/yellow]"
+        )
+    return Group(settings, worth, *notes, "", report_table(report))
 
 
 def comparison_table(both: Comparison, a: str, b: str) -> Group:
