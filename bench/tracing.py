@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from multiprocessing.connection import Connection
 from typing import Any
@@ -20,30 +19,19 @@ import numpy as np
 from bench.harness import KIB, MIB, PROCESSES, Bench, Result, Target, Unable, expect, quantile
 from bench.latency import CALLS, Timed
 from bench.served import serve, wait_until
+from bench.zero_copy import BLOCKS, SMOKE, Sizes
 from kvstore import Layout
 from kvstore.client.calls import call, tracing
 from kvstore.client.leases import Lease
 
-BLOCKS = 32
 _HIDDEN = "opentelemetry.hidden"
 """No module has this name."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Bytes of a block and of DRAM."""
-
-    block_bytes: int = 64 * KIB
-    dram_bytes: int = 64 * MIB
-
-
-SMOKE = Sizes(16 * KIB, 16 * MIB)
 
 
 def run(bench: Bench) -> Iterator[Result]:
     """Yields `acquire` without a span, and with a sampled span around one call of a hundred."""
     tracer = _tracer()
-    z = bench.pick(Sizes(), SMOKE)
+    z = bench.pick(Sizes(64 * KIB, 64 * MIB), SMOKE)
     with _collector() as url, serve(z.dram_bytes, tracing={"collector": url}) as (client, _):
         space = client.namespace(Layout(model="bench", block_bytes=z.block_bytes))
         keys = [os.urandom(32) for _ in range(BLOCKS)]

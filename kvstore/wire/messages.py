@@ -47,8 +47,9 @@ MOST_VALUES = LONGEST
 MOST_OF_OPERATORS = 16 * LONGEST
 """The same for operators, who send whole configurations."""
 _SHORT_BYTES = 4096
-_PACKER_BYTES = 4096  # the default of msgpack, 256 KiB, is mapped and unmapped in each call
 """Shorter messages cannot hold too many values."""
+PACKER_BYTES = 4096
+"""What a packer begins with. By default msgpack takes 256 KiB, which malloc maps and unmaps in each call."""
 
 _SHOWN = (int, float, str, bytes)  # types whose values are repeated to a peer: nothing nested
 
@@ -706,7 +707,7 @@ def encode(message: Any, version: int = VERSION) -> bytes:
     if version < codec.newest:
         values = values[: codec.fields_at(version)]
     try:
-        packed: bytes = msgpack.packb((codec.tag, *values), buf_size=_PACKER_BYTES)
+        packed: bytes = msgpack.packb((codec.tag, *values), buf_size=PACKER_BYTES)
     except (TypeError, ValueError, OverflowError) as error:
         raise LocalProtocolError(f"{codec.cls.__name__} cannot be sent: {error}") from None
     return packed

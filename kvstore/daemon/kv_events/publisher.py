@@ -21,6 +21,7 @@ import msgpack
 import numpy as np
 
 from kvstore.errors import ConfigError
+from kvstore.wire.messages import PACKER_BYTES
 
 _log = logging.getLogger(__name__)
 
@@ -177,7 +178,8 @@ class Publisher:
             for event in events:
                 if not isinstance(event, Cleared):
                     self.counts["stored" if isinstance(event, Stored) else "removed"] += len(event.names)
-            payload = msgpack.packb([time.time(), [event.packed() for event in events], 0])
+            packed = [event.packed() for event in events]
+            payload = msgpack.packb([time.time(), packed, 0], buf_size=PACKER_BYTES)
             self._keep(payload)
             self._out.send_multipart([topic.encode(), _packed(self._next), payload], self._zmq.NOBLOCK)
             self._next += 1

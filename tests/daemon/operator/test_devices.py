@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,37 @@ def store(ns: Any, keys: list[bytes]) -> int:
 def stored(ns: Any, keys: list[bytes]) -> int:
     """How many of the chains that `store` made are there, in blocks, every one of them compared."""
     return sum(got(ns, keys[i : i + 50]) for i in range(0, len(keys), 50))
+
+
+@contextmanager
+def users(daemon: LocalDaemon) -> Iterator[None]:
+    """Stores and compares blocks in two threads meanwhile. Fails if a call fails or a copy is damaged."""
+    wrong: list[str] = []
+    done = threading.Event()
+    layout, keys = new_layout(), names(N)
+
+    def use() -> None:
+        try:
+            with Client(daemon.url, strict=True, deadline_s=10) as mine:
+                ns = mine.namespace(layout)
+                while not done.is_set():
+                    store(ns, keys)
+                    stored(ns, keys)
+        except Exception as error:
+            wrong.append(repr(error))
+
+    threads = [threading.Thread(target=use) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+    with Client(daemon.url, strict=True, deadline_s=10) as client:
+        assert client.status()["counters"].get("quarantined_blocks", 0) == 0
 
 
 def used(client: Client) -> dict[str, int]:
@@ -165,35 +197,13 @@ def test_a_removed_device_is_emptied_and_can_be_added_again(daemon: LocalDaemon,
 def test_reads_and_writes_continue_while_a_device_is_added_and_removed(
     daemon: LocalDaemon, second: Path
 ) -> None:
-    wrong: list[str] = []
-    done = threading.Event()
-    layout, keys = new_layout(), names(N)
-
-    def use() -> None:
-        try:
-            with Client(daemon.url, strict=True, deadline_s=10) as mine:
-                ns = mine.namespace(layout)
-                while not done.is_set():
-                    store(ns, keys)
-                    stored(ns, keys)
-        except Exception as error:
-            wrong.append(repr(error))
-
-    users = [threading.Thread(target=use) for _ in range(2)]
-    with Client(daemon.url, strict=True, deadline_s=10) as client:
-        for user in users:
-            user.start()
+    with Client(daemon.url, strict=True, deadline_s=10) as client, users(daemon):
         for _ in range(4):
             add(client, second)
             time.sleep(0.7)
             remove(client)
             eventually(lambda: gone(client), within_s=30)
             check_limits(client.status())
-        done.set()
-        for user in users:
-            user.join()
-        assert not wrong
-        assert client.status()["counters"].get("quarantined_blocks", 0) == 0
 
 
 def test_after_a_crash_during_a_removal_the_device_is_absent(daemon: LocalDaemon, second: Path) -> None:

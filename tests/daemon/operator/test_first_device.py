@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from kvstore.tiers.nvme.tier import REMOVED
 from tests.admin.serving import OPERATE, ServedAdmin, problem, settings
 from tests.admin.test_changes import change
 from tests.crash import files
-from tests.daemon.operator.test_devices import MIB, N, both, store, stored, used
+from tests.daemon.operator.test_devices import MIB, N, both, store, stored, used, users
 from tests.daemons import check_limits, cli, eventually, got, idle, log_of, names, new_layout, payloads
 
 
@@ -133,39 +132,18 @@ def test_a_folder_that_is_used_again_brings_no_deleted_block(second: Path) -> No
 def test_clients_go_on_while_the_first_device_is_removed_and_added(
     daemon: LocalDaemon, tmp_path: Path
 ) -> None:
-    wrong: list[str] = []
-    done = threading.Event()
-    layout, keys = new_layout(), names(N)
     folder = daemon.folder / "nvme"
-
-    def use() -> None:
-        try:
-            with Client(daemon.url, strict=True, deadline_s=10) as mine:
-                ns = mine.namespace(layout)
-                while not done.is_set():
-                    store(ns, keys)
-                    stored(ns, keys)
-        except Exception as error:
-            wrong.append(repr(error))
-
-    users = [threading.Thread(target=use) for _ in range(2)]
     with Client(daemon.url, strict=True, deadline_s=10) as client:
-        for user in users:
-            user.start()
-        for _ in range(3):
-            time.sleep(0.7)
-            remove(client)
-            eventually(lambda: left(client), within_s=30)
-            added = client.control("change", patch={"nvme": {"path": str(folder)}})
-            assert added["changed"] == ("nvme.path is new",)
-            assert not (folder / REMOVED).exists()
-            eventually(lambda: used(client).get("nvme", 0) > MIB, within_s=30)
-            check_limits(client.status())
-        done.set()
-        for user in users:
-            user.join()
-        assert not wrong
-        assert client.status()["counters"].get("quarantined_blocks", 0) == 0
+        with users(daemon):
+            for _ in range(3):
+                time.sleep(0.7)
+                remove(client)
+                eventually(lambda: left(client), within_s=30)
+                added = client.control("change", patch={"nvme": {"path": str(folder)}})
+                assert added["changed"] == ("nvme.path is new",)
+                assert not (folder / REMOVED).exists()
+                eventually(lambda: used(client).get("nvme", 0) > MIB, within_s=30)
+                check_limits(client.status())
         daemon.restart()
         assert used(client)["nvme"] > MIB, "it was added again, and is used after a restart"
         assert "Traceback" not in log_of(daemon)
