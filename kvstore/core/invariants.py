@@ -85,7 +85,7 @@ def _check_rows(r: Residency, rows_of: dict[int, Rows]) -> None:
     for namespace, own in rows_of.items():
         for size in np.flatnonzero(np.bincount(b.key_bytes[own])).tolist():
             some = own[b.key_bytes[own] == size]
-            keys = Keys(b.words[some].view(np.uint8)[:, :size].tobytes(), size)
+            keys = Keys(b.all_words(some).view(np.uint8)[:, :size].tobytes(), size)
             assert (r.index.find_each(namespace, keys) == some).all(), "a row is not found by its key"
         holes = b.state[own] == HOLE
         opened = r.namespaces.get(namespace)
@@ -117,7 +117,7 @@ def _check_presence(r: Residency) -> None:
         assert there.all(), "a live block without a copy"
         for size in np.unique(b.key_bytes[rows]).tolist():
             some = b.key_bytes[rows] == size
-            words, seed = b.words[rows[some]], int(table.words[1])
+            words, seed = b.all_words(rows[some]), int(table.words[1])
             mark, first, second = presence_hash(words, size, seed, len(table.cells))
             near = np.hstack((table.cells[first], table.cells[second]))
             near_places = np.hstack((table.places[first], table.places[second]))

@@ -8,7 +8,8 @@
 #include <string.h>
 
 #define WAYS 8
-#define WORDS 8 /* of a key, in the block table */
+#define WORDS 8 /* of a key, in the block table: one half of all rows, then the other */
+#define HALF (WORDS / 2)
 #define FACTORS (WORDS + 2)
 #define MIX UINT64_C(0x9E3779B97F4A7C15)
 #define SPREAD UINT64_C(0x5BD1E995)
@@ -69,6 +70,19 @@ static int open_index(block_index *index, PyObject *parts)
     return 1;
 }
 
+static const uint64_t *half_of(const block_index *index, int second, uint64_t row)
+{
+    return index->words + ((second ? index->capacity : 0) + row) * HALF;
+}
+
+/* Whether a row has a key of that form and these words. */
+static int has_key(const block_index *index, uint64_t row, const uint64_t *words, size_t width, uint32_t info)
+{
+    size_t first = width < HALF ? width : HALF;
+    return index->infos[row] == info && !memcmp(half_of(index, 0, row), words, first * sizeof *words) &&
+           (width <= HALF || !memcmp(half_of(index, 1, row), words + HALF, (width - HALF) * sizeof *words));
+}
+
 static place place_of(const block_index *index, const uint64_t *words, size_t width, uint32_t info)
 {
     const uint64_t *factors = index->factors;
@@ -83,14 +97,24 @@ static place place_of(const block_index *index, const uint64_t *words, size_t wi
     return (place){mark, index->buckets + first, index->buckets + second};
 }
 
+/* Returns the cells of a row. The second half of short keys is zeros, which change no hash. */
+static place place_of_row(const block_index *index, uint64_t row)
+{
+    uint32_t info = index->infos[row];
+    uint64_t words[WORDS];
+    size_t halves = info >> 16 > HALF * sizeof *words ? 2 : 1;
+    for (size_t i = 0; i < halves; i++)
+        memcpy(words + i * HALF, half_of(index, (int)i, row), HALF * sizeof *words);
+    return place_of(index, words, halves * HALF, info);
+}
+
 /* Returns the row in a bucket that has a key, -1 for none. */
 static int64_t find_in(const block_index *index, const bucket *in, uint32_t mark, const uint64_t *words, size_t width,
                        uint32_t info)
 {
     for (int way = 0; way < WAYS; way++) {
         uint64_t row = in->rows[way];
-        if (in->marks[way] == mark && row < index->capacity && index->infos[row] == info &&
-            !memcmp(index->words + row * WORDS, words, width * sizeof *words))
+        if (in->marks[way] == mark && row < index->capacity && has_key(index, row, words, width, info))
             return (int64_t)row;
     }
     return -1;
@@ -114,7 +138,7 @@ static void find_keys(const block_index *index, const uint64_t *words, size_t wi
                     uint64_t row = places[i].first->rows[way];
                     if (row < index->capacity) {
                         __builtin_prefetch(&index->infos[row]);
-                        __builtin_prefetch(index->words + row * WORDS);
+                        __builtin_prefetch(half_of(index, 0, row));
                     }
                     break;
                 }
@@ -163,12 +187,11 @@ static PyObject *change(PyObject *args, int add)
     for (size_t at = 0; left != NULL && at < n; at += AT_ONCE) {
         size_t some = n - at < AT_ONCE ? n - at : AT_ONCE;
         for (size_t i = 0; i < some; i++) {
-            __builtin_prefetch(index.words + rows[at + i] * WORDS);
+            __builtin_prefetch(half_of(&index, 0, (uint64_t)rows[at + i]));
             __builtin_prefetch(&index.infos[rows[at + i]]);
         }
         for (size_t i = 0; i < some; i++) {
-            int64_t row = rows[at + i];
-            places[i] = place_of(&index, index.words + row * WORDS, WORDS, index.infos[row]);
+            places[i] = place_of_row(&index, (uint64_t)rows[at + i]);
             __builtin_prefetch(places[i].first, 1);
             __builtin_prefetch(places[i].second, 1);
         }

@@ -1,8 +1,8 @@
 """Rows of the block table in a table of the index, by numpy: for machines without the C extension.
 
 A table is the buckets (n, 16) u32, eight fingerprints and eight rows each (fingerprint 0: empty), the columns
-of all rows, words (rows, 8) u64 and infos u32 (the namespace in the low 16 bits, the bytes of the key above),
-and ten factors u64 of the hash. Its user: `kvstore.core.blocks.index`.
+of all rows, words (2, rows, 4) u64, the halves of the keys, and infos u32 (the namespace in the low 16 bits,
+the bytes of the key above), and ten factors u64 of the hash. Its user: `kvstore.core.blocks.index`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def index_find(parts: Parts, words: Any, info: int, rows: I64) -> None:
             way = hit.argmax(axis=1)
             some = np.flatnonzero(hit[np.arange(len(todo)), way])
             row = here[some, _WAYS + way[some]].astype(np.int64)
-            same = (all_words[row, : words.shape[1]] == words[todo[some]]).all(axis=1) & (infos[row] == info)
+            same = (_of_rows(all_words, row)[:, : words.shape[1]] == words[todo[some]]).all(axis=1)
+            same &= infos[row] == info
             rows[todo[some[same]]] = row[same]
             hit[some, way[some]] = False
         todo = todo[rows[todo] < 0]
@@ -99,14 +100,14 @@ def _find_one(parts: Parts, words: U64, info: int) -> int:
         marks = cells[bucket, :_WAYS].tolist()
         for way in (way for way in range(_WAYS) if marks[way] == mark):
             row = int(cells[bucket, _WAYS + way])
-            if infos[row] == info and all_words[row].tobytes()[: len(key)] == key:
+            if infos[row] == info and all_words[:, row].tobytes()[: len(key)] == key:
                 return row
     return -1
 
 
 def _add_one(parts: Parts, row: int) -> bool:
     cells, words, infos, factors = parts
-    mark, buckets = _place(words[row], int(infos[row]), factors, len(cells) - 1)
+    mark, buckets = _place(words[:, row].reshape(-1), int(infos[row]), factors, len(cells) - 1)
     for bucket in buckets:
         marks = cells[bucket, :_WAYS].tolist()
         if 0 in marks:
@@ -139,7 +140,12 @@ def _hash_rows(parts: Parts, rows: I64) -> U64:
         starts = (
             (info & np.uint64(0xFFFF)) * factors[-2] + (info >> np.uint64(16)) * factors[-1] + np.uint64(1)
         )
-    return _hash(starts, words[rows], factors)
+    return _hash(starts, _of_rows(words, rows), factors)
+
+
+def _of_rows(words: U64, rows: I64) -> U64:
+    """Returns the keys of rows, eight words each."""
+    return np.hstack((words[0, rows], words[1, rows]))
 
 
 def _places(h: U64, mask: int) -> tuple[I64, I64, U32]:

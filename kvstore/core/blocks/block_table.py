@@ -3,7 +3,8 @@
 A row is FREE, RESERVED (being written), LIVE (readable in at least one tier) or a HOLE: a block without bytes
 that has children. A hole is a miss. The next put of its key fills it, and its descendants are hits again.
 
-Columns are allocated at their full length as zero pages, so only rows in use take memory.
+Columns are allocated at their full length as zero pages, so only rows in use take memory. The second half of
+the keys is written, and so in memory, only where keys have more than 32 bytes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from kvstore.core.blocks.key_batch import Keys
 from kvstore.types import MAX_KEY_BYTES, MOST_TIERS
 
 _NAMESPACES = 1 << 16
+_WORDS = MAX_KEY_BYTES // 8
+_HALF_WORDS = _WORDS // 2
+_HALF_BYTES = MAX_KEY_BYTES // 2
 
 KEY_INFO = np.dtype([("namespace", "<u2"), ("key_bytes", "u1"), ("zero", "u1")])
 
@@ -37,13 +41,14 @@ def compact(numbers: npt.NDArray[np.int32]) -> Picked:
 class Blocks:
     """Up to `capacity` blocks (at most 2**31 - 2) in `tiers` tier instances (at most `MOST_TIERS`).
 
-    `rows_in` counts the rows of each namespace, by its number.
+    `rows_in` counts the rows of each namespace, by its number. `words` has the keys, padded with zeros, in two
+    halves: the first four words of all rows, then the other four.
     """
 
     def __init__(self, capacity: int, tiers: int) -> None:
         self.capacity = capacity
-        words = MAX_KEY_BYTES // 8
-        self.words = zeros(capacity * words, np.uint64).reshape(capacity, words)
+        self.words = zeros(capacity * _WORDS, np.uint64).reshape(2, capacity, _HALF_WORDS)
+        self._has_long_keys = False
         # One column, so a run of rows takes one comparison.
         self.key_info = zeros(capacity * KEY_INFO.itemsize, np.uint8).view(KEY_INFO)
         self.namespace = self.key_info["namespace"]
@@ -97,8 +102,7 @@ class Blocks:
         words = keys.words
         if len(words) > n:
             words = words[which[:n]]
-        self.words[rows] = 0
-        self.words[rows, : words.shape[1]] = words
+        self._set_words(rows, words)
         self.key_bytes[rows] = keys.size
         self.namespace[rows] = namespace
         self.rows_in[namespace] += n
@@ -107,6 +111,20 @@ class Blocks:
         self.parent[rows] = -1
         self.slot[:, rows] = -1
         return rows
+
+    def _set_words(self, rows: Rows, words: npt.NDArray[np.uint64]) -> None:
+        width = words.shape[1]
+        self._has_long_keys |= width > _HALF_WORDS
+        if width == _HALF_WORDS:
+            self.words[0][rows] = words
+        elif width < _HALF_WORDS:
+            self.words[0][rows] = 0
+            self.words[0][rows, :width] = words
+        else:
+            self.words[0][rows] = words[:, :_HALF_WORDS]
+        if self._has_long_keys:
+            self.words[1][rows] = 0
+            self.words[1][rows, : max(width - _HALF_WORDS, 0)] = words[:, _HALF_WORDS:]
 
     def give_back(self, rows: Rows) -> None:
         """Makes rows FREE. They must be out of the index, out of all tiers and without children."""
@@ -122,13 +140,39 @@ class Blocks:
 
     def key(self, row: int) -> bytes:
         """Returns the key of a row."""
-        return bytes(self.words[row].tobytes()[: int(self.key_bytes[row])])
+        return bytes(self.words[:, row].tobytes()[: int(self.key_bytes[row])])
 
     def keys_of(self, rows: npt.NDArray[np.signedinteger]) -> list[bytes]:
         """Returns the keys of rows, empty where a row is -1."""
-        raw, sizes = self.words[rows].tobytes(), np.where(rows >= 0, self.key_bytes[rows], 0)
-        starts = range(0, len(raw), MAX_KEY_BYTES)
+        words, sizes = self.some_words(rows), np.where(rows >= 0, self.key_bytes[rows], 0)
+        raw, width = words.tobytes(), 8 * words.shape[1]
+        starts = range(0, len(raw), width)
         return [raw[at : at + size] for at, size in zip(starts, sizes.tolist(), strict=True)]
+
+    def some_words(self, rows: npt.NDArray[np.signedinteger]) -> npt.NDArray[np.uint64]:
+        """Returns the keys of rows, padded with zeros: four words each, or eight where any key is that long."""
+        if not self._has_long_keys:
+            return self.words[0].take(rows, axis=0)
+        return self.all_words(rows)
+
+    def all_words(self, rows: npt.NDArray[np.signedinteger]) -> npt.NDArray[np.uint64]:
+        """Returns the keys of rows, eight words each, padded with zeros."""
+        words = np.zeros((len(rows), _WORDS), np.uint64)
+        words[:, :_HALF_WORDS] = self.words[0].take(rows, axis=0)
+        if self._has_long_keys:
+            words[:, _HALF_WORDS:] = self.words[1].take(rows, axis=0)
+        return words
+
+    def has_run(self, first: int, keys: Keys) -> bool:
+        """Returns whether the rows from `first` on have these keys, and all of them the form of the first."""
+        run, width = slice(first, first + keys.n), -(-keys.size // 8)
+        raw = keys.raw if keys.size % 8 == 0 else keys.words.tobytes()
+        if self.key_info[run].tobytes() != self.key_info[first].tobytes() * keys.n:
+            return False
+        if width <= _HALF_WORDS:
+            # Bytes compare several times as fast as arrays of this size.
+            return bool(self.words[0][run, :width].tobytes() == raw)
+        return bool(np.hstack(tuple(self.words[:, run]))[:, :width].tobytes() == raw)
 
     def clear_expiry(self, rows: Rows) -> None:
         """Removes the expiry of rows."""
@@ -149,6 +193,7 @@ class Blocks:
         """Returns the bytes of the rows used so far: columns and spare list."""
         flat = (self.state, self.pinned, self.copy_marks, self.offered)
         wide = (self.key_info, self.parent, self.children, self.checksum)
-        per_row = self.words.itemsize * self.words.shape[1] + self.slot.itemsize * len(self.slot)
+        per_row = MAX_KEY_BYTES if self._has_long_keys else _HALF_BYTES
+        per_row += self.slot.itemsize * len(self.slot)
         per_row += sum(column.itemsize for column in flat) + sum(column.itemsize for column in wide)
         return (per_row + self._spare.itemsize) * self._fresh

@@ -100,7 +100,7 @@ class Index:
             return []
         if self._first_words is None:
             rows = np.fromiter(self._overflow.values(), np.int64, len(self._overflow))
-            self._first_words = np.sort(self._blocks.words[rows, 0])
+            self._first_words = np.sort(self._blocks.words[0][rows, 0])
         first, wanted = self._first_words, words[missing, 0]
         there = first[np.minimum(np.searchsorted(first, wanted), len(first) - 1)] == wanted
         which: list[int] = missing[there].tolist()
@@ -111,18 +111,8 @@ class Index:
 
         Some of the rows may be free: a row keeps its key when it is freed.
         """
-        blocks, n = self._blocks, keys.n
-        first = self.find_one(namespace, keys[0]) if n else -1
-        if first >= 0:
-            run = slice(first, first + n)
-            raw = keys.raw if keys.size % 8 == 0 else keys.words.tobytes()
-            # Bytes compare several times as fast as arrays of this size.
-            if (
-                blocks.words[run, : -(-keys.size // 8)].tobytes() == raw
-                and blocks.key_info[run].tobytes() == blocks.key_info[first].tobytes() * n
-            ):
-                return first
-        return -1
+        first = self.find_one(namespace, keys[0]) if keys.n else -1
+        return first if first >= 0 and self._blocks.has_run(first, keys) else -1
 
     def find_one(self, namespace: int, key: bytes) -> int:
         """Returns the row of one key, or -1."""

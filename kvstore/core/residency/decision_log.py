@@ -120,7 +120,7 @@ class Decisions:
             kinds, score = self._reuse.history.kinds(rows), np.full(len(rows), np.nan, np.float32)
             if tenant != NOBODY:
                 score = self._reuse.density(tenant, kinds, self._reuse.history.last_used(rows), now)
-            about = self._blocks.words[rows], self._blocks.key_bytes[rows]
+            about = self._blocks.some_words(rows), self._blocks.key_bytes[rows]
             self._append(what, tier, self._blocks.namespace[rows], about, now, score, kinds & CLASS_MASK)
 
     def record_keys(

@@ -40,7 +40,7 @@ class Outbox:
     def ids(self, rows: Rows) -> BlockIds:
         """Returns copies of the rows' identities."""
         b = self._blocks
-        return BlockIds(b.namespace[rows], b.words[rows], b.key_bytes[rows], b.checksum[rows])
+        return BlockIds(b.namespace[rows], b.all_words(rows), b.key_bytes[rows], b.checksum[rows])
 
     def _parent_ids(self, rows: Rows) -> BlockIds:
         """Returns the identities of the rows' parents; keys of 0 bytes for roots."""
@@ -69,7 +69,7 @@ class Outbox:
             self.actions.append(CopyReport(tier, self.ids(rows), parents))
 
     def _report_awaited(self, rows: Rows) -> None:
-        came = [word in self.awaited for word in self._blocks.words[rows, 0].tolist()]
+        came = [word in self.awaited for word in self._blocks.words[0][rows, 0].tolist()]
         if any(came):
             self.actions.append(BlocksArrived(self.ids(rows[np.array(came)])))
 

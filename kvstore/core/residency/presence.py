@@ -145,7 +145,7 @@ class PresenceTables(Job):
         widths = distinct(sizes)
         for size in widths:
             some = slice(None) if len(widths) == 1 else sizes == size
-            if not table.set(blocks.words[rows[some]], size, flags[some], there[some], places[some]):
+            if not table.set(blocks.all_words(rows[some]), size, flags[some], there[some], places[some]):
                 self._outgrown.add(table.namespace.number)
                 return self.retire(table.namespace.number)
         return None

@@ -54,7 +54,7 @@ def test_a_short_key_in_a_used_row_leaves_nothing_of_the_long_one() -> None:
     blocks.give_back(blocks.take(1, Keys(b"x" * 64, 64), np.arange(1)))
     [row] = blocks.take(1, Keys(b"y", 1), np.arange(1)).tolist()
     assert blocks.key(row) == b"y"
-    assert blocks.words[row].tobytes() == b"y".ljust(64, b"\0")
+    assert blocks.all_words(np.array([row])).tobytes() == b"y".ljust(64, b"\0")
 
 
 def test_rows_are_bounded_and_come_back_in_order() -> None:

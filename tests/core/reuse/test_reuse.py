@@ -132,7 +132,7 @@ def test_a_reused_row_has_no_history() -> None:
     for now in (1.0, 2.0, 3.0):
         r.used(array(1), ONE, now)
     r.history.leave(array(1))
-    tier.blocks.words[1] = 12345
+    tier.blocks.words[0][1] = 12345
     r.stored(array(1), ONE, 4.0)
     assert r.history.uses(array(1)).tolist() == [1]
     assert words(r, 1) == "used once, stored with many others"
