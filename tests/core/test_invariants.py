@@ -45,7 +45,7 @@ def unnamed_row(w: World) -> None:
 
 
 def another_key(w: World) -> None:
-    w.p.residency.blocks.words[row(w, b"c"), 0] += 1
+    w.p.residency.blocks.words[0, row(w, b"c"), 0] += 1
 
 
 def lost_row(w: World) -> None:

@@ -41,8 +41,8 @@ def compact(numbers: npt.NDArray[np.int32]) -> Picked:
 class Blocks:
     """Up to `capacity` blocks (at most 2**31 - 2) in `tiers` tier instances (at most `MOST_TIERS`).
 
-    `rows_in` counts the rows of each namespace, by its number. `words` has the keys, padded with zeros, in two
-    halves: the first four words of all rows, then the other four.
+    `rows_in` counts the rows of each namespace, by its number. `words` has the keys, padded with zeros, in
+    two halves: the first four words of all rows, then the other four.
     """
 
     def __init__(self, capacity: int, tiers: int) -> None:
@@ -150,7 +150,7 @@ class Blocks:
         return [raw[at : at + size] for at, size in zip(starts, sizes.tolist(), strict=True)]
 
     def some_words(self, rows: npt.NDArray[np.signedinteger]) -> npt.NDArray[np.uint64]:
-        """Returns the keys of rows, padded with zeros: four words each, or eight where any key is that long."""
+        """Returns the keys of rows, padded with zeros: four words each, eight if any is that long."""
         if not self._has_long_keys:
             return self.words[0].take(rows, axis=0)
         return self.all_words(rows)

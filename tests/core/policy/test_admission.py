@@ -70,7 +70,7 @@ def test_reuse_is_estimated_per_tenant() -> None:
         for tenant in (0, 1):
             rows = np.arange(20) + 20 * (2 * i % 90 + tenant)
             reuse.history.leave(rows)
-            reuse._blocks.words[rows] += np.uint64(1 << 40)
+            reuse._blocks.words[0, rows] += np.uint64(1 << 40)
             reuse.stored(rows, tenant, 10.0 * i)
             if tenant == 0:
                 reuse.used(rows, tenant, 10.0 * i + 5)
