@@ -151,9 +151,10 @@ class Blocks:
 
     def some_words(self, rows: npt.NDArray[np.signedinteger]) -> npt.NDArray[np.uint64]:
         """Returns the keys of rows, padded with zeros: four words each, eight if any is that long."""
-        if not self._has_long_keys:
-            return self.words[0].take(rows, axis=0)
-        return self.all_words(rows)
+        if self._has_long_keys:
+            return self.all_words(rows)
+        words: npt.NDArray[np.uint64] = self.words[0].take(rows, axis=0)
+        return words
 
     def all_words(self, rows: npt.NDArray[np.signedinteger]) -> npt.NDArray[np.uint64]:
         """Returns the keys of rows, eight words each, padded with zeros."""
