@@ -21,7 +21,7 @@ from kvstore.core.queues.device_queue import DEMAND, WRITE_BACK
 from kvstore.daemon.network.eligibility import Eligibility, Target
 from kvstore.daemon.network.executor import BackendExecutor, batch_blocks
 from kvstore.daemon.network.existence import ExistenceChecks
-from kvstore.daemon.network.names import block_name
+from kvstore.daemon.network.names import are_names_of, block_name
 from kvstore.daemon.network.tasks import CLIENT, Copied, Tasks, ask
 from kvstore.daemon.runtime.executor import Executor
 from kvstore.daemon.tenancy.namespaces import NamespaceEntry, Namespaces
@@ -146,8 +146,8 @@ class Uploads:
                 names.append(upload.name)
         if not names or namespace.number != number or not self._eligibility.serves(namespace):
             return set(), 0
-        # Blocks of a number are of the epoch that its namespace has now, and never of a later one.
-        if namespace.epoch is None or block_name(namespace, names[0].key) != names[0]:
+        # Blocks of a number are of the epochs that namespace and keys have now, and never of later ones.
+        if not are_names_of(namespace, names):
             return set(), 0
         until = self._core.now() + self._executor.timeout_s
         exist = await self._existence.probe(names, until)

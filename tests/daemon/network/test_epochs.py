@@ -28,6 +28,7 @@ class Memory:
 
     def __init__(self) -> None:
         self.objects: dict[Name, bytes] = {}
+        self.parents: dict[Name, bytes] = {}
         self.torn: set[Name] = set()
         self.failing = False
         self.full = False
@@ -48,6 +49,7 @@ class Memory:
                 outcomes.append(Outcome.MISSING)
             else:
                 thing.memory[: thing.length] = found
+                thing.parent = self.parents.get(thing.name, b"")
                 outcomes.append(Outcome.OK)
         after, self.after_read = self.after_read, lambda: None
         after()
@@ -59,6 +61,7 @@ class Memory:
         for thing in things:
             if not (self.keeps and (thing.name in self.objects or thing.name in self.torn)):
                 self.objects[thing.name] = bytes(thing.memory[: thing.length])
+                self.parents[thing.name] = thing.parent
                 self.torn.discard(thing.name)
         return [Outcome.OK] * len(things)
 
