@@ -80,8 +80,11 @@ class EpochObjects:
             found.append((outcome, read if outcome == Outcome.OK else missing))
         return found
 
-    async def write(self, fingerprint: bytes, epoch: Epoch) -> Epoch | None:
-        """Writes an epoch. Returns what the network has then: this or a later one. None: unknown."""
+    async def write(self, fingerprint: bytes, epoch: Epoch, before: Epoch) -> Epoch | None:
+        """Writes an epoch where `before` was read. Returns what the network has then; None: an earlier one.
+
+        None also if that is unknown. Another node may have written a later epoch, or another list of keys.
+        """
         [thing] = _objects([(epoch_name(fingerprint), EPOCH_BYTES)])
         thing.memory[:EPOCH_BYTES] = epoch.value
         thing.parent = epoch.keys
@@ -94,7 +97,8 @@ class EpochObjects:
             [(outcome, after)] = await self.read([fingerprint])
             if outcome == Outcome.FAILED:
                 return None
-            if outcome == Outcome.OK and (after == epoch or after.value > epoch.value):
+            kept = after == before != epoch
+            if outcome == Outcome.OK and after.value >= epoch.value and not kept:
                 return after
         return None
 

@@ -48,7 +48,7 @@ MOST_KEYS = 8192
 
 _EPOCHS_PER_CALL = 1024
 _KEYS_PER_EVENT = 1024
-_ATTEMPTS = 4
+_ATTEMPTS = 8
 """How often a list of deleted keys is written while other nodes write others."""
 
 
@@ -290,7 +290,7 @@ class Epochs:
         known = namespace.key_epochs
         if namespace.epoch is None or len(known.keys() | keys) > MOST_KEYS:
             return False
-        epoch = next_epoch(max(namespace.epoch, *known.values()), self._clock(), self._random_bits(64))
+        epoch = next_epoch(max((namespace.epoch, *known.values())), self._clock(), self._random_bits(64))
         self._set_keys(namespace, {**known, **dict.fromkeys(keys, epoch)})
         return True
 
@@ -319,7 +319,7 @@ class Epochs:
                     return True
                 if not await self._objects.write_keys(fingerprint, packed):
                     return False
-                if await self._objects.write(fingerprint, whole) is None:
+                if await self._objects.write(fingerprint, whole, found) is None:
                     return False
                 if found.keys not in (b"", whole.keys):
                     await self._objects.delete([key_list_name(fingerprint, found.keys)])
@@ -335,7 +335,7 @@ class Epochs:
             return None
         last = max(before.value, *self.known(fingerprint), ZERO)
         written = next_epoch(last, self._clock(), self._random_bits(64))
-        after = await self._objects.write(fingerprint, Epoch(written))
+        after = await self._objects.write(fingerprint, Epoch(written), before)
         return Renewal(before.value, written, after.value) if after else None
 
     async def _restore(self, namespace: NamespaceEntry) -> None:
@@ -348,8 +348,9 @@ class Epochs:
     async def _remove_list(self, namespace: NamespaceEntry, keys: bytes) -> None:
         """Writes an epoch without a list of deleted keys, because that with this digest cannot be read."""
         async with self._writing[namespace.fingerprint]:
-            await self._objects.delete([key_list_name(namespace.fingerprint, keys)])
-            await self._objects.write(namespace.fingerprint, Epoch(namespace.epoch or ZERO))
+            fingerprint, epoch = namespace.fingerprint, namespace.epoch or ZERO
+            await self._objects.delete([key_list_name(fingerprint, keys)])
+            await self._objects.write(fingerprint, Epoch(epoch), Epoch(epoch, keys))
 
     def known(self, fingerprint: bytes) -> set[bytes]:
         """Returns the known epochs of the namespaces with a fingerprint."""
