@@ -14,7 +14,7 @@ from kvstore.tiers.network import objects
 from tests.daemon.network.group import counted, network, nodes, object_of, there
 from tests.daemon.network.test_namespace_deletion import BOUND_S, again, daemon, durable, epoch_of, put
 from tests.daemons import WITH_NVME, eventually, got, log_of, names, new_layout, payloads
-from tests.tiers.network.valkeys import Server, server
+from tests.tiers.network.valkeys import server
 
 
 def lacks(node: Client, layout: Layout, keys: list[bytes]) -> bool:
@@ -22,10 +22,11 @@ def lacks(node: Client, layout: Layout, keys: list[bytes]) -> bool:
     return not node.namespace(layout).contains(keys).any()
 
 
-def test_other_nodes_delete_their_copies_and_no_others(valkey: Server) -> None:
+@pytest.mark.long
+def test_other_nodes_delete_their_copies_and_no_others(shared: str) -> None:
     layout, keys = new_layout(), names(10)
     kept, gone = keys[:5], keys[5:]
-    with nodes(valkey.url, 3) as group:
+    with nodes(shared, 3) as group:
         put(group[0], layout, keys)
         there(group[0], 10)
         for node in group[1:]:
