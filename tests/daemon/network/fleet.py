@@ -49,9 +49,9 @@ def code_before(folder: Path) -> tuple[str, str]:
         added = git("log", "--diff-filter=A", "--format=%H", "--", _CHANGED_IN)
     except FileNotFoundError:
         return "", "git is not installed"
-    commit = added.stdout.decode().strip()
-    archive = git("archive", f"{commit}^", "kvstore") if commit else added
-    if not commit or archive.returncode:
+    commits = added.stdout.decode().split()
+    archive = git("archive", f"{commits[0]}^", "kvstore") if commits else added
+    if not commits or archive.returncode:
         return "", "git has no commit of the version before"
     subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True)
     path = str(folder)
