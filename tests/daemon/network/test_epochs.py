@@ -154,7 +154,9 @@ def run(test: Callable[[Memory], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(test(Memory()))
 
 
-def test_all_epochs_are_read_in_one_call() -> None:
+def test_all_epochs_are_read_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHECK_EVERY_S", 60.0)  # no round by itself, however busy the machine is
+
     async def test(backend: Memory) -> None:
         node = Node(backend, ZERO)
         for number in range(2, 201):
@@ -558,5 +560,34 @@ def test_a_full_list_changes_nothing() -> None:
         assert not node.epochs.delete_keys(node.namespace, {b"one more"})
         assert node.namespace.key_epochs is before
         assert node.epochs.delete_keys(node.namespace, {bytes(4)}), "which is on it"
+
+    run(test)
+
+
+def test_a_node_keeps_the_keys_of_one_that_is_gone() -> None:
+    async def test(backend: Memory) -> None:
+        gone, node, late = (Node(backend, ZERO) for _ in range(3))
+        await delete_keys(gone, b"one")
+        gone.executor.usable = False
+        assert await delete_keys(node, b"two")
+        await late.rounds(2)
+        assert sorted(deleted(late)) == [b"one", b"two"]
+
+    run(test)
+
+
+def test_a_key_that_is_deleted_after_a_new_epoch_is_told_in_that_epoch() -> None:
+    """The node does not know of the epoch yet: it deletes the key in the one before."""
+
+    async def test(backend: Memory) -> None:
+        backend.objects[OBJECT] = NEW
+        node, late = Node(backend, OLD), Node(backend, NEW)
+        node.time_s = 1e30
+        assert not await delete_keys(node, b"one"), "the network has a later epoch"
+        for _ in range(4):
+            await node.rounds()
+        await late.rounds(2)
+        assert node.namespace.epoch == NEW
+        assert deleted(late) == [b"one"]
 
     run(test)
