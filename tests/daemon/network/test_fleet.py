@@ -55,7 +55,7 @@ def backend(kind: str, folder: Path) -> Iterator[Shared]:
                 for name, value in without_rdma(folder).items():
                     patch.setenv(name, value)
                 url = stack.enter_context(Cluster(folder, 256 << 20)).url
-                yield Shared(url + "&protocol=tcp", lists=False)
+                yield Shared(url + "&protocol=tcp", more={"timeout": "5s"}, lists=False)
         else:
             pytest.importorskip("obstore")
             store = S3Server()
