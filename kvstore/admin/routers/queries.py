@@ -6,7 +6,7 @@ import json
 from typing import Annotated, Any, TypeVar
 
 from blake3 import blake3
-from fastapi import APIRouter, Header, Query, Response
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST
 from pydantic import StringConstraints
@@ -100,12 +100,12 @@ async def show_version(daemon: Daemon) -> responses.Version:
     response_class=PlainTextResponse,
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **documented(401, 429)},
 )
-async def show_metrics(daemon: Daemon, accept: Annotated[str, Header()] = "") -> Response:
+async def show_metrics(daemon: Daemon, request: Request) -> Response:
     """All metrics, for Prometheus. While the daemon does not answer, only `kvstore_up` is sent, with 0.
 
     With `Accept: application/openmetrics-text`, buckets of call durations have ids of traces as exemplars.
     """
-    is_open = _OPEN_METRICS in accept
+    is_open = _OPEN_METRICS in request.headers.get("accept", "")
     try:
         text = await (daemon.open_metrics() if is_open else daemon.metrics())
     except UnavailableError:

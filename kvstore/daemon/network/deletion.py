@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 
 from kvstore.core import actions as ac
 from kvstore.daemon.network.eligibility import Eligibility, Target
-from kvstore.daemon.network.epochs import MOST_KEYS, Epochs
+from kvstore.daemon.network.epochs import Epochs
 from kvstore.daemon.network.executor import HEALTH_CHECK_EVERY_S, BackendExecutor
 from kvstore.daemon.network.existence import ExistenceChecks
+from kvstore.daemon.network.key_lists import MOST_KEYS, names_of_keys
 from kvstore.daemon.network.names import ZERO, block_name, name_prefix
 from kvstore.daemon.network.tasks import Callback, Copied, Tasks
 from kvstore.daemon.network.uploads import Uploads
@@ -120,7 +121,7 @@ class Deletion:
         keys = self._unnamed.pop(namespace.fingerprint, None)
         if keys:
             self.retry_later([block_name(namespace, key) for key in keys])
-            self._epochs.delete_keys(namespace, keys)  # the comparison publishes them
+            self._epochs.keys.add(namespace, keys)  # the comparison publishes them
 
     def _start_keys(
         self,
@@ -153,7 +154,7 @@ class Deletion:
                 requester.answer(request, action)
                 return
             # From now on, blocks of these keys have other names.
-            listed = keyed is None or self._epochs.delete_keys(keyed.namespace, keyed.keys)
+            listed = keyed is None or self._epochs.keys.add(keyed.namespace, keyed.keys)
             why = "" if listed else _LIST_IS_FULL
             self._tasks.start(self._delete(requester, request, action, targets, uploads, keyed, why))
 
@@ -175,7 +176,7 @@ class Deletion:
         deleted = await self._delete_there(targets)
         if not deleted:
             self.retry_later(targets)
-        if not (deleted and (keyed is None or await self._epochs.publish(keyed.namespace))):
+        if not (deleted and (keyed is None or await self._epochs.keys.publish(keyed.namespace))):
             answer = self._refusal(request)
         elif why:
             answer = ac.Deny(request, why, "delete the whole namespace")
@@ -233,7 +234,7 @@ class Deletion:
         if asked:
             # Older daemons write objects of epoch zero, whatever the epoch is.
             earlier = self._epochs.known(fingerprint) | {ZERO}
-            of_keys = self._epochs.names_of_keys(fingerprint)
+            of_keys = list(names_of_keys(self._epochs.of(fingerprint)))
             renewal = await self._epochs.renew(fingerprint)
             if renewal is None and await self._delete_epochs(fingerprint, earlier):
                 renewal = await self._epochs.renew(fingerprint)  # a full backend has room now

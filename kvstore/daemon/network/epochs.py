@@ -20,17 +20,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from kvstore.core import actions as ac
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.daemon.network.eligibility import Eligibility
-from kvstore.daemon.network.epoch_objects import Epoch, EpochObjects, digest, merged, pack
+from kvstore.daemon.network.epoch_objects import Epoch, EpochObjects, merged
 from kvstore.daemon.network.executor import BackendExecutor
-from kvstore.daemon.network.names import ZERO, block_name, key_list_name, next_epoch
+from kvstore.daemon.network.key_lists import KeyLists, set_keys
+from kvstore.daemon.network.names import ZERO, block_name, next_epoch
 from kvstore.daemon.network.tasks import Callback, Tasks
 from kvstore.daemon.runtime.entry_kinds import EntryKind
 from kvstore.daemon.runtime.executor import Executor
@@ -43,13 +44,8 @@ _log = logging.getLogger(__name__)
 CHECK_EVERY_S = 2.0
 """Time between reads of all epochs: how long other nodes may serve blocks of a deleted namespace or key."""
 
-MOST_KEYS = 8192
-"""The most keys of a namespace that are deleted on all nodes before its epoch changes."""
-
 _EPOCHS_PER_CALL = 1024
 _KEYS_PER_EVENT = 1024
-_ATTEMPTS = 8
-"""How often a list of deleted keys is written while other nodes write others."""
 
 
 class Renewal(NamedTuple):
@@ -90,7 +86,8 @@ class Epochs:
         """Called with earlier names of blocks that another node has deleted."""
         self._core = core
         self._executor = executor
-        self._objects = EpochObjects(executor)
+        self._objects = objects = EpochObjects(executor)
+        self.keys = KeyLists(objects, random_bits, clock)
         self._eligibility = eligibility
         self._namespaces = namespaces
         self._tasks = tasks
@@ -101,7 +98,6 @@ class Epochs:
         self._all_at = 0.0
         self._lost: set[bytes] = set()
         self._torn: set[bytes] = set()
-        self._writing: defaultdict[bytes, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def start(self) -> None:
         """Starts to read epochs."""
@@ -213,14 +209,14 @@ class Epochs:
             self._eligibility.end_waits((namespace,))
             self.ask()
         if namespace.keys_digest != found.keys and not whole:
-            await self.publish(namespace)
+            await self.keys.publish(namespace)
 
     def _missed_keys(self, namespace: NamespaceEntry, keys: bytes, outcome: Outcome, was_lost: bool) -> None:
         """Handles a list of deleted keys that cannot be read: nobody waits for it."""
         self._eligibility.unreadable.add(namespace.fingerprint)
         if outcome != Outcome.FAILED and was_lost:
             # Another node that knows the list finds that the network has none, and writes it again.
-            self._tasks.start(self._remove_list(namespace, keys), namespace)
+            self._tasks.start(self.keys.remove(namespace, keys), namespace)
         elif outcome != Outcome.FAILED:
             self._lost.add(namespace.fingerprint)
 
@@ -272,58 +268,14 @@ class Epochs:
     ) -> None:
         is_other = epoch != namespace.epoch
         namespace.epoch = epoch
-        self._set_keys(namespace, {} if key_epochs is None or epoch is None else key_epochs)
+        set_keys(namespace, {} if key_epochs is None or epoch is None else key_epochs)
         if epoch is None:
             return  # it is read when the deletion has ended
         if epoch != ZERO and namespace.number and is_other:
             self.record(namespace)
         self.on_known(namespace)
 
-    def _set_keys(self, namespace: NamespaceEntry, key_epochs: Mapping[bytes, bytes]) -> None:
-        namespace.key_epochs, namespace.keys_digest = key_epochs, digest(pack(key_epochs))
-
-    def delete_keys(self, namespace: NamespaceEntry, keys: Collection[bytes]) -> bool:
-        """Gives deleted keys an epoch of their own. Returns False if the list has no room: nothing changes.
-
-        This node has deleted their blocks. `publish` tells the other nodes.
-        """
-        known = namespace.key_epochs
-        if namespace.epoch is None or len(known.keys() | keys) > MOST_KEYS:
-            return False
-        epoch = next_epoch(max((namespace.epoch, *known.values())), self._clock(), self._random_bits(64))
-        self._set_keys(namespace, {**known, **dict.fromkeys(keys, epoch)})
-        return True
-
     # -- writing
-
-    async def publish(self, namespace: NamespaceEntry) -> bool:
-        """Writes the epoch and the deleted keys of a namespace, with those that the network has.
-
-        Returns whether the network has all of them.
-        """
-        fingerprint = namespace.fingerprint
-        async with self._writing[fingerprint]:
-            for _ in range(_ATTEMPTS):
-                [(outcome, found)] = await self._objects.read([fingerprint])
-                epoch = namespace.epoch
-                if outcome not in (Outcome.OK, Outcome.MISSING) or epoch is None:
-                    return False
-                if found.value > epoch:
-                    return False  # the comparison changes the epoch, and keeps the keys
-                outcome, listed = await self._objects.read_keys(fingerprint, found.keys)
-                if outcome == Outcome.FAILED:
-                    return False
-                packed = pack(merged(listed if found.value == epoch else {}, namespace.key_epochs))
-                whole = Epoch(epoch, digest(packed))
-                if found == whole and outcome == Outcome.OK:
-                    return True
-                if not await self._objects.write_keys(fingerprint, packed):
-                    return False
-                if await self._objects.write(fingerprint, whole, found) is None:
-                    return False
-                if found.keys not in (b"", whole.keys):
-                    await self._objects.delete([key_list_name(fingerprint, found.keys)])
-        return False
 
     async def renew(self, fingerprint: bytes) -> Renewal | None:
         """Writes a later epoch. Returns None if the backend does not confirm that the epoch is another one.
@@ -340,35 +292,17 @@ class Epochs:
 
     async def _restore(self, namespace: NamespaceEntry) -> None:
         """Writes the known epoch of a namespace, and its deleted keys, again that the network has lost."""
-        if await self.publish(namespace):
+        if await self.keys.publish(namespace):
             _log.warning(
                 "namespace %s: the network had lost its epoch; written again", namespace.fingerprint.hex()
             )
 
-    async def _remove_list(self, namespace: NamespaceEntry, keys: bytes) -> None:
-        """Writes an epoch without a list of deleted keys, because that with this digest cannot be read."""
-        async with self._writing[namespace.fingerprint]:
-            fingerprint, epoch = namespace.fingerprint, namespace.epoch or ZERO
-            await self._objects.delete([key_list_name(fingerprint, keys)])
-            await self._objects.write(fingerprint, Epoch(epoch), Epoch(epoch, keys))
-
     def known(self, fingerprint: bytes) -> set[bytes]:
         """Returns the known epochs of the namespaces with a fingerprint."""
-        return {each.epoch for each in self._of(fingerprint) if each.epoch is not None}
+        return {each.epoch for each in self.of(fingerprint) if each.epoch is not None}
 
-    def names_of_keys(self, fingerprint: bytes) -> list[Name]:
-        """Returns the names of the list of deleted keys, and of the blocks that were stored since."""
-        return [
-            name
-            for each in self._of(fingerprint)
-            if each.key_epochs
-            for name in (
-                key_list_name(fingerprint, each.keys_digest),
-                *(block_name(each, key) for key in each.key_epochs),
-            )
-        ]
-
-    def _of(self, fingerprint: bytes) -> list[NamespaceEntry]:
+    def of(self, fingerprint: bytes) -> list[NamespaceEntry]:
+        """Returns the namespaces with a fingerprint."""
         return [namespace for namespace in self._namespaces if namespace.fingerprint == fingerprint]
 
     def settle(self, fingerprint: bytes, renewal: Renewal) -> None:
@@ -377,7 +311,7 @@ class Epochs:
         If another node has changed the epoch too, blocks that were stored since may be older than that: the
         epoch is unknown until it is compared.
         """
-        for namespace in self._of(fingerprint):
+        for namespace in self.of(fingerprint):
             was_last = (namespace.epoch or ZERO) >= renewal.before
             self._set(namespace, renewal.after if was_last and renewal.after == renewal.written else None)
 

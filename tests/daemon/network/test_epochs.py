@@ -16,6 +16,7 @@ from kvstore.daemon.network import epochs as module
 from kvstore.daemon.network.eligibility import Eligibility
 from kvstore.daemon.network.epoch_objects import pack, unpack
 from kvstore.daemon.network.epochs import Epochs
+from kvstore.daemon.network.key_lists import MOST_KEYS
 from kvstore.daemon.network.names import (
     EPOCH_BYTES,
     EPOCHS,
@@ -415,8 +416,8 @@ KEYS = [b"one", b"two", b"three"]
 
 async def delete_keys(node: Node, *keys: bytes) -> bool:
     """Deletes keys on one node, and tells the others."""
-    assert node.epochs.delete_keys(node.namespace, set(keys))
-    return await node.epochs.publish(node.namespace)
+    assert node.epochs.keys.add(node.namespace, set(keys))
+    return await node.epochs.keys.publish(node.namespace)
 
 
 def deleted(node: Node) -> list[bytes]:
@@ -554,12 +555,12 @@ def test_a_new_epoch_ends_the_list() -> None:
 def test_a_full_list_changes_nothing() -> None:
     async def test(backend: Memory) -> None:
         node = Node(backend, ZERO)
-        keys = {n.to_bytes(4, "big") for n in range(module.MOST_KEYS)}
+        keys = {n.to_bytes(4, "big") for n in range(MOST_KEYS)}
         assert await delete_keys(node, *keys)
         before = node.namespace.key_epochs
-        assert not node.epochs.delete_keys(node.namespace, {b"one more"})
+        assert not node.epochs.keys.add(node.namespace, {b"one more"})
         assert node.namespace.key_epochs is before
-        assert node.epochs.delete_keys(node.namespace, {bytes(4)}), "which is on it"
+        assert node.epochs.keys.add(node.namespace, {bytes(4)}), "which is on it"
 
     run(test)
 
