@@ -20,7 +20,7 @@ from kvstore.core.blocks.key_batch import Keys
 from kvstore.daemon.network.eligibility import Eligibility
 from kvstore.daemon.network.executor import BackendExecutor, batch_blocks
 from kvstore.daemon.network.existence import ExistenceChecks
-from kvstore.daemon.network.names import are_names_of, block_name
+from kvstore.daemon.network.names import block_name, is_name_of
 from kvstore.daemon.network.tasks import CLIENT, Copied, Tasks, ask
 from kvstore.daemon.runtime.executor import Executor
 from kvstore.daemon.tenancy.namespaces import NamespaceEntry
@@ -109,7 +109,7 @@ class Downloads:
             return set(), 0
         keys = [name.key for name in names]
         # The epochs of namespace and keys may have changed since the names were made.
-        if not are_names_of(namespace, names):
+        if not all(is_name_of(namespace, name) for name in names):
             return set(), 0
         joined = Keys(b"".join(keys), len(keys[0]))
         reserved = await ask(self._core, ev.Reserve(0, CLIENT, number, joined, parent, until, loading=True))

@@ -7,7 +7,6 @@ has an epoch of its own, later than the namespace's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import lru_cache
 
 from blake3 import blake3
@@ -63,6 +62,6 @@ def block_name(namespace: NamespaceEntry, key: bytes) -> Name:
     return Name(name_prefix(namespace.fingerprint, epoch), key)
 
 
-def are_names_of(namespace: NamespaceEntry, names: Iterable[Name]) -> bool:
-    """Returns whether these are the names of the namespace's blocks now."""
-    return namespace.epoch is not None and all(block_name(namespace, name.key) == name for name in names)
+def is_name_of(namespace: NamespaceEntry, name: Name) -> bool:
+    """Returns whether this is the name of a block of the namespace now."""
+    return namespace.epoch is not None and block_name(namespace, name.key) == name
