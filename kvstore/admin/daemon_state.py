@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
-from kvstore.admin.metrics import exposition
+from kvstore.admin.metrics import exposition, open_metrics
 from kvstore.client.aio import AsyncClient
 
 _T = TypeVar("_T")
@@ -31,6 +31,7 @@ class DaemonState:
         self._pages: dict[tuple[Any, ...], _Shared[dict[str, Any]]] = {}
         self._figures = _Shared(lambda: client.control("figures"))
         self._metrics = _Shared(self._read_metrics)
+        self._open_metrics = _Shared(self._read_open_metrics)
 
     async def close(self) -> None:
         """Closes idle connections."""
@@ -49,8 +50,15 @@ class DaemonState:
         """Returns all metrics in Prometheus' text format. Raises UnavailableError."""
         return await self._metrics.get()
 
+    async def open_metrics(self) -> bytes:
+        """Returns all metrics in the format OpenMetrics. Raises UnavailableError."""
+        return await self._open_metrics.get()
+
     async def _read_metrics(self) -> bytes:
         return exposition(await self.status(), await self.figures())
+
+    async def _read_open_metrics(self) -> bytes:
+        return open_metrics(await self.status(), await self.figures())
 
     async def page(self, call: str, **arguments: Any) -> dict[str, Any]:
         """Returns a page of tenants, namespaces or transfers. Raises UnavailableError, DeniedError."""

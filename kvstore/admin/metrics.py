@@ -6,13 +6,20 @@ name that is in none of `COUNTERS`, `TIER_COUNTERS` and `EXPORTED_OTHERWISE`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    Exemplar,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from kvstore.core.insight import hit_counters as hits
@@ -45,7 +52,7 @@ COUNTERS = {
     "dropped_prefetch_blocks": "Blocks of prefetch requests that were not started.",
     "hbm_full_requests": "Acquires served from DRAM because the GPU pool was full.",
     "busy_requests": "Requests answered with Busy.",
-    "tier_fenced": "Times a device was fenced because it did not respond.",
+    "tier_fences": "Times a device was fenced because it did not respond.",
     "tier_closed": "Times a device was suspended after failures.",
     "renewed_extents": "Extents reallocated for another tenant.",
     "removed_extents": "Extents removed to shrink a tier.",
@@ -245,6 +252,9 @@ def families() -> Iterator[Family]:
         yield Family(f"kvstore_{name}", "histogram", about, labels)
 
 
+Encode = Callable[[CollectorRegistry], bytes]
+"""Makes text of metrics."""
+
 Answer = Mapping[str, Any]
 """An answer of the daemon, or a row of one."""
 
@@ -337,18 +347,31 @@ def _histogram(name: str, bounds: Sequence[str], rows: Rows) -> Metric:
     labels, about = _DURATIONS[name]
     family = HistogramMetricFamily(f"kvstore_{name}", about, labels=labels)
     for values, row in rows:
-        buckets = list(zip(bounds, accumulate(map(float, row["counts"])), strict=True))
+        exemplars = {
+            bucket: Exemplar({"trace_id": trace}, seconds, arrived)
+            for bucket, trace, seconds, arrived in row.get("exemplars", ())
+        }
+        counts = accumulate(map(float, row["counts"]))
+        pairs = enumerate(zip(bounds, counts, strict=True))
+        buckets = [(*pair, exemplars[i]) if i in exemplars else pair for i, pair in pairs]
         family.add_metric(values, buckets, row["sum_s"])
     return family
 
 
-def exposition(status: Mapping[str, Any], figures: Mapping[str, Any]) -> bytes:
-    """Returns all metrics in Prometheus' text format 0.0.4."""
+def exposition(
+    status: Mapping[str, Any], figures: Mapping[str, Any], encode: Encode = generate_latest
+) -> bytes:
+    """Returns all metrics in Prometheus' text format 0.0.4, or as encoded otherwise."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Reading(status, figures))
-    return generate_latest(registry)
+    return encode(registry)
 
 
-def exposition_of_nothing() -> bytes:
-    """Returns the metrics for a daemon that does not answer."""
-    return b"# HELP kvstore_up 1 if the daemon answers.\n# TYPE kvstore_up gauge\nkvstore_up 0.0\n"
+def open_metrics(status: Mapping[str, Any], figures: Mapping[str, Any]) -> bytes:
+    """Returns all metrics in the format OpenMetrics 1.0, with exemplars of traced requests."""
+    return exposition(status, figures, openmetrics.generate_latest)
+
+
+def exposition_of_nothing(end: bytes = b"") -> bytes:
+    """Returns the metrics for a daemon that does not answer, with the `end` of a format."""
+    return b"# HELP kvstore_up 1 if the daemon answers.\n# TYPE kvstore_up gauge\nkvstore_up 0.0\n" + end

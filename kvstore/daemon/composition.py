@@ -160,6 +160,7 @@ class Daemon:
         )
         if self.network is not None:
             self.network.epochs.delete_here = self.deletion.forget_here
+            self.network.epochs.delete_keys_here = self.deletion.invalidate_here
             self.network.epochs.record = catalog.record
             catalog.on_opened = self.network.epochs.ask
 

@@ -599,6 +599,18 @@ def test_durations_are_counted_by_call_and_whether_it_waited(admin: ServedAdmin,
     assert read["kvstore_loop_lag_seconds_count", ()] > 0
 
 
+def test_a_scraper_gets_the_format_that_it_asks_for(admin: ServedAdmin) -> None:
+    # What Prometheus sends.
+    accept = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3,*/*;q=0.2"
+    answer = admin.get("/metrics", VIEW, headers={"Accept": accept})
+    assert answer.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
+    assert answer.body.endswith(b"# EOF\n")
+    for header in ({}, {"Accept": "text/plain"}):
+        answer = admin.get("/metrics", VIEW, headers=header)
+        assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+        assert b"# EOF" not in answer.body
+
+
 def test_dashboards_alerts_and_runbooks_use_existing_metrics(admin: ServedAdmin) -> None:
     text = admin.get("/metrics", VIEW).body.decode()
     there = {

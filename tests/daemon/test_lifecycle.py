@@ -95,7 +95,7 @@ def test_a_device_that_hangs_is_fenced_and_requests_are_served(
             # Slots that the device still reads from are out of use meanwhile.
             assert ns.put(more, payloads(more), deadline_s=5).stored > 100
             check_limits(client.status())
-        assert client.status()["counters"]["tier_fenced"] == 1
+        assert client.status()["counters"]["tier_fences"] == 1
         flag.unlink()
         eventually(lambda: not tier(client.status(), "nvme")["fenced"])
         assert eventually(lambda: got(ns, below, deadline_s=5)) == 20

@@ -6,8 +6,9 @@ import json
 from typing import Annotated, Any, TypeVar
 
 from blake3 import blake3
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import PlainTextResponse
+from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST
 from pydantic import StringConstraints
 
 from kvstore.admin import metrics
@@ -35,6 +36,7 @@ from kvstore.errors import DeniedError, UnavailableError
 
 _Kind = Annotated[str, StringConstraints(pattern=f"^({'|'.join(KINDS)})$")]
 _V = TypeVar("_V", bound=responses.View)
+_OPEN_METRICS = "application/openmetrics-text"
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 health = APIRouter(tags=["health"])
@@ -98,13 +100,17 @@ async def show_version(daemon: Daemon) -> responses.Version:
     response_class=PlainTextResponse,
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **documented(401, 429)},
 )
-async def show_metrics(daemon: Daemon) -> Response:
-    """All metrics, for Prometheus. While the daemon does not answer, only `kvstore_up` is sent, with 0."""
+async def show_metrics(daemon: Daemon, request: Request) -> Response:
+    """All metrics, for Prometheus. While the daemon does not answer, only `kvstore_up` is sent, with 0.
+
+    With `Accept: application/openmetrics-text`, buckets of call durations have ids of traces as exemplars.
+    """
+    is_open = _OPEN_METRICS in request.headers.get("accept", "")
     try:
-        text = await daemon.metrics()
+        text = await (daemon.open_metrics() if is_open else daemon.metrics())
     except UnavailableError:
-        text = metrics.exposition_of_nothing()
-    return Response(text, media_type=_METRICS_TYPE)
+        text = metrics.exposition_of_nothing(b"# EOF\n" if is_open else b"")
+    return Response(text, media_type=CONTENT_TYPE_LATEST if is_open else _METRICS_TYPE)
 
 
 # -- state

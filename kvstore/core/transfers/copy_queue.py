@@ -389,7 +389,7 @@ class CopyQueue:
         """Fences the devices that have made no progress for too long."""
         for state in self._r.tiers[1:]:
             if state.device.step(now):
-                self._r.counters["tier_fenced"] += 1
+                self._r.counters["tier_fences"] += 1
 
     def wakes_at(self) -> float:
         """When the passing of time alone changes a device."""

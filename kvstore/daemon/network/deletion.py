@@ -5,7 +5,8 @@ confirm a deletion, the request fails and the node retries the deletion until it
 deletions is lost with the process.
 
 The deletion of a whole namespace writes a new epoch, so that other nodes delete their blocks too (see
-`epochs`), and then deletes the objects of earlier epochs. A retry writes no second epoch.
+`epochs`), and then deletes the objects of earlier epochs. A retry writes no second epoch. The deletion of
+keys deletes their objects, and adds the keys to a list that other nodes read.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvstore.core import actions as ac
 from kvstore.daemon.network.eligibility import Eligibility, Target
 from kvstore.daemon.network.epochs import Epochs
 from kvstore.daemon.network.executor import HEALTH_CHECK_EVERY_S, BackendExecutor
 from kvstore.daemon.network.existence import ExistenceChecks
+from kvstore.daemon.network.key_lists import MOST_KEYS, names_of_keys
 from kvstore.daemon.network.names import ZERO, block_name, name_prefix
 from kvstore.daemon.network.tasks import Callback, Copied, Tasks
 from kvstore.daemon.network.uploads import Uploads
@@ -34,6 +36,14 @@ _log = logging.getLogger(__name__)
 
 _OBJECTS_PER_CALL = 1000
 _LIST_WITHIN_S = 60.0
+_LIST_IS_FULL = f"deleted here and on the network, but other nodes are told of {MOST_KEYS} keys at most"
+
+
+class Keyed(NamedTuple):
+    """Keys of one namespace that are deleted."""
+
+    namespace: NamespaceEntry
+    keys: set[bytes]
 
 
 @dataclass(slots=True, eq=False)
@@ -82,8 +92,7 @@ class Deletion:
             self._to_renew.update(fingerprints)
             self._start(requester, request, list(fingerprints), delete_here)
         elif shared[0].epoch is not None:
-            targets: list[Target] = [block_name(shared[0], key) for key in keys]
-            self._start(requester, request, targets, delete_here)
+            self._start_keys(requester, request, shared[0], set(keys), delete_here)
         else:
             unnamed = self._delete_unnamed(requester, request, shared[0], set(keys), delete_here)
             self._tasks.start(unnamed, shared[0])
@@ -98,7 +107,7 @@ class Deletion:
     ) -> None:
         """Deletes blocks of a namespace whose epoch is unknown: on the network, once it is known."""
         if await self._eligibility.knows_epoch(namespace, self._executor.timeout_s):
-            self._start(requester, request, [block_name(namespace, key) for key in keys], delete_here)
+            self._start_keys(requester, request, namespace, keys, delete_here)
             return
         self._unnamed.setdefault(namespace.fingerprint, set()).update(keys)
 
@@ -111,16 +120,30 @@ class Deletion:
         """Has blocks deleted on the network that had no names before."""
         keys = self._unnamed.pop(namespace.fingerprint, None)
         if keys:
-            self._retry_later([block_name(namespace, key) for key in keys])
+            self.retry_later([block_name(namespace, key) for key in keys])
+            self._epochs.keys.add(namespace, keys)  # the comparison publishes them
+
+    def _start_keys(
+        self,
+        requester: Requester,
+        request: int,
+        namespace: NamespaceEntry,
+        keys: set[bytes],
+        delete_here: Callable[[Requester], None],
+    ) -> None:
+        """Deletes keys of a namespace whose epoch is known: here, on the network, then on other nodes."""
+        targets = [block_name(namespace, key) for key in keys]
+        self._start(requester, request, targets, delete_here, Keyed(namespace, keys))
 
     def _start(
         self,
         requester: Requester,
         request: int,
-        targets: list[Target],
+        targets: Sequence[Target],
         delete_here: Callable[[Requester], None],
+        keyed: Keyed | None = None,
     ) -> None:
-        """Deletes targets here and then on the network."""
+        """Deletes targets here and then on the network. `keyed`: the targets are objects of these keys."""
         self._eligibility.deletions.update(targets)
         # An upload that has started would write its object after the deletion.
         uploads = self._uploads.within(set(targets))
@@ -129,19 +152,34 @@ class Deletion:
             if isinstance(action, ac.Deny):
                 self._ended(targets)
                 requester.answer(request, action)
-            else:
-                self._tasks.start(self._delete(requester, request, action, targets, uploads))
+                return
+            # From now on, blocks of these keys have other names.
+            listed = keyed is None or self._epochs.keys.add(keyed.namespace, keyed.keys)
+            why = "" if listed else _LIST_IS_FULL
+            self._tasks.start(self._delete(requester, request, action, targets, uploads, keyed, why))
 
         delete_here(Callback(deleted_here))
 
     async def _delete(
-        self, requester: Requester, request: int, answer: Any, targets: list[Target], uploads: list[Copied]
+        self,
+        requester: Requester,
+        request: int,
+        answer: Any,
+        targets: Sequence[Target],
+        uploads: list[Copied],
+        keyed: Keyed | None,
+        why: str,
     ) -> None:
+        """Answers when targets are deleted on the network. `why` other nodes cannot be told of the keys."""
         if uploads:
             await asyncio.wait(uploads)
-        if not await self._delete_there(targets):
-            self._retry_later(targets)
+        deleted = await self._delete_there(targets)
+        if not deleted:
+            self.retry_later(targets)
+        if not (deleted and (keyed is None or await self._epochs.keys.publish(keyed.namespace))):
             answer = self._refusal(request)
+        elif why:
+            answer = ac.Deny(request, why, "delete the whole namespace")
         self._ended(targets)
         requester.answer(request, answer)
 
@@ -153,8 +191,9 @@ class Deletion:
         why = f"deleted here, but not on the network: {self._executor.problem or 'it did not answer'}"
         return ac.Deny(request, why, "this node retries the deletion and does not serve these blocks")
 
-    def _retry_later(self, targets: Sequence[Target]) -> None:
-        if not self._eligibility.to_retry:
+    def retry_later(self, targets: Sequence[Target]) -> None:
+        """Has targets deleted on the network in the background, until the backend confirms it."""
+        if targets and not self._eligibility.to_retry:
             self._tasks.start(self._retry())
         self._eligibility.to_retry.update(targets)
 
@@ -195,6 +234,7 @@ class Deletion:
         if asked:
             # Older daemons write objects of epoch zero, whatever the epoch is.
             earlier = self._epochs.known(fingerprint) | {ZERO}
+            of_keys = list(names_of_keys(self._epochs.of(fingerprint)))
             renewal = await self._epochs.renew(fingerprint)
             if renewal is None and await self._delete_epochs(fingerprint, earlier):
                 renewal = await self._epochs.renew(fingerprint)  # a full backend has room now
@@ -205,6 +245,8 @@ class Deletion:
                 del self._to_renew[fingerprint]
             self._epochs.settle(fingerprint, renewal)
             self._old.setdefault(fingerprint, set()).update(earlier | {renewal.before} - {b""})
+            if of_keys and not await self._delete_objects(of_keys):
+                self.retry_later(of_keys)
         old = self._old.pop(fingerprint, set())
         if await self._delete_epochs(fingerprint, old):
             return True

@@ -20,7 +20,7 @@ from kvstore.core.blocks.key_batch import Keys
 from kvstore.daemon.network.eligibility import Eligibility
 from kvstore.daemon.network.executor import BackendExecutor, batch_blocks
 from kvstore.daemon.network.existence import ExistenceChecks
-from kvstore.daemon.network.names import block_name
+from kvstore.daemon.network.names import block_name, is_name_of
 from kvstore.daemon.network.tasks import CLIENT, Copied, Tasks, ask
 from kvstore.daemon.runtime.executor import Executor
 from kvstore.daemon.tenancy.namespaces import NamespaceEntry
@@ -108,8 +108,8 @@ class Downloads:
         if namespace.number != number or not self._eligibility.serves(namespace):
             return set(), 0
         keys = [name.key for name in names]
-        # The number changes with the epoch, but the number may have been taken after the names.
-        if namespace.epoch is None or block_name(namespace, keys[0]) != names[0]:
+        # The epochs of namespace and keys may have changed since the names were made.
+        if not all(is_name_of(namespace, name) for name in names):
             return set(), 0
         joined = Keys(b"".join(keys), len(keys[0]))
         reserved = await ask(self._core, ev.Reserve(0, CLIENT, number, joined, parent, until, loading=True))

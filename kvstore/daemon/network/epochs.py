@@ -1,4 +1,4 @@
-"""Epochs: how the deletion of a namespace on one node reaches all nodes.
+"""Epochs: how the deletion of a namespace, or of single keys, on one node reaches all nodes.
 
 The epoch of a namespace is an object on the network. Without an object it is zero. A node that deletes the
 namespace writes a later epoch. Every node reads the epochs of its open namespaces every 2 s, and those of
@@ -8,38 +8,44 @@ of an earlier epoch are never found, however late they are written.
 
 An earlier epoch, or none, is no deletion: the network has lost the object. A node that knows a later epoch
 writes that again. So nodes that write different epochs, at whatever times, end with the latest.
+
+A key that is deleted alone gets an epoch of its own, in a list that the epoch's object names by a digest. A
+node that finds another list deletes its blocks of the keys that are new to it, and writes the keys that the
+network lacks. So lists of several nodes are merged, and a list that the network has lost is written again. No
+key leaves the list before the namespace's epoch changes. A node does not record which keys it has deleted:
+after a restart it deletes all of the list again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import mmap
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any, NamedTuple
 
-from kvstore import arena
 from kvstore.core import actions as ac
+from kvstore.core.blocks.key_batch import Keys
 from kvstore.daemon.network.eligibility import Eligibility
+from kvstore.daemon.network.epoch_objects import Epoch, EpochObjects, merged
 from kvstore.daemon.network.executor import BackendExecutor
-from kvstore.daemon.network.names import EPOCH_BYTES, ZERO, epoch_name, next_epoch
+from kvstore.daemon.network.key_lists import KeyLists, set_keys
+from kvstore.daemon.network.names import ZERO, block_name, next_epoch
 from kvstore.daemon.network.tasks import Callback, Tasks
 from kvstore.daemon.runtime.entry_kinds import EntryKind
 from kvstore.daemon.runtime.executor import Executor
 from kvstore.daemon.runtime.ports import EventLog, Requester
 from kvstore.daemon.tenancy.namespaces import NamespaceEntry, Namespaces
-from kvstore.tiers.network.base import Object, Outcome
-from kvstore.types import ALIGN
+from kvstore.tiers.network.base import Name, Outcome
 
 _log = logging.getLogger(__name__)
 
 CHECK_EVERY_S = 2.0
-"""Time between reads of all epochs: how long other nodes may serve blocks of a deleted namespace."""
+"""Time between reads of all epochs: how long other nodes may serve blocks of a deleted namespace or key."""
 
 _EPOCHS_PER_CALL = 1024
+_KEYS_PER_EVENT = 1024
 
 
 class Renewal(NamedTuple):
@@ -70,12 +76,18 @@ class Epochs:
         """`random_bits` returns a number of that many random bits, `clock` Unix time in s."""
         self.delete_here: Callable[[Requester, NamespaceEntry], None]
         """Empties a namespace on this node, and answers when this is durable. Set by the composition."""
+        self.delete_keys_here: Callable[[Requester, NamespaceEntry, Keys], None]
+        """Deletes blocks on this node, and answers when this is durable. Set by the composition."""
         self.record: Callable[[NamespaceEntry], None]
         """Records a namespace on NVMe. Set by the composition."""
         self.on_known: Callable[[NamespaceEntry], None] = lambda namespace: None
         """Called when the epoch of a namespace is known, or another one."""
+        self.on_deleted: Callable[[list[Name]], None] = lambda names: None
+        """Called with earlier names of blocks that another node has deleted."""
         self._core = core
         self._executor = executor
+        self._objects = objects = EpochObjects(executor)
+        self.keys = KeyLists(objects, random_bits, clock)
         self._eligibility = eligibility
         self._namespaces = namespaces
         self._tasks = tasks
@@ -127,16 +139,16 @@ class Epochs:
 
     async def _check(self, namespaces: Sequence[NamespaceEntry]) -> None:
         for at in range(0, len(namespaces), _EPOCHS_PER_CALL):
-            batch = [(each, each.number, each.epoch) for each in namespaces[at : at + _EPOCHS_PER_CALL]]
-            found = await self._read([each.fingerprint for each, _, _ in batch])
-            for (namespace, number, known), (outcome, epoch) in zip(batch, found, strict=True):
+            batch = [(each, _known(each)) for each in namespaces[at : at + _EPOCHS_PER_CALL]]
+            found = await self._objects.read([each.fingerprint for each, _ in batch])
+            for (namespace, known), (outcome, epoch) in zip(batch, found, strict=True):
                 # What was read while the namespace was deleted or changed may be from before.
-                busy = namespace.fingerprint in self._eligibility.deletions
-                if not busy and (namespace.number, namespace.epoch) == (number, known):
+                if namespace.fingerprint not in self._eligibility.deletions and _known(namespace) == known:
                     self._compare(namespace, outcome, epoch)
 
-    def _compare(self, namespace: NamespaceEntry, outcome: Outcome, epoch: bytes) -> None:
-        fingerprint, known = namespace.fingerprint, namespace.epoch
+    def _compare(self, namespace: NamespaceEntry, outcome: Outcome, found: Epoch) -> None:
+        fingerprint = namespace.fingerprint
+        known = Epoch(namespace.epoch or ZERO, namespace.keys_digest)
         if outcome not in (Outcome.OK, Outcome.MISSING):
             self._eligibility.unreadable.add(fingerprint)
             if outcome == Outcome.TORN and fingerprint not in self._torn:
@@ -147,13 +159,14 @@ class Epochs:
         self._torn.discard(fingerprint)
         was_lost = fingerprint in self._lost
         self._lost.discard(fingerprint)
-        if epoch > (known or ZERO):
-            self._start_change(namespace, epoch)
-        elif known is None:
+        has_other_keys = found.value == known.value and found.keys not in (known.keys, b"")
+        if found.value > known.value or has_other_keys:
+            self._start_change(namespace, found, was_lost)
+        elif namespace.epoch is None:
             self._set(namespace, ZERO)
-        elif epoch < known and was_lost:
-            self._tasks.start(self._restore(fingerprint, known), namespace)
-        elif epoch < known:
+        elif found != known and was_lost:
+            self._tasks.start(self._restore(namespace), namespace)
+        elif found != known:
             # A node that replaces an epoch may delete it first: only the second time counts.
             self._lost.add(fingerprint)
 
@@ -164,52 +177,101 @@ class Epochs:
 
     # -- changing
 
-    def _start_change(self, namespace: NamespaceEntry, epoch: bytes) -> None:
+    def _start_change(self, namespace: NamespaceEntry, found: Epoch, was_lost: bool) -> None:
         # From now on the namespace neither reads nor writes on the network.
         self._eligibility.deletions[namespace.fingerprint] += 1
-        self._tasks.start(self._change(namespace, namespace.epoch, epoch), namespace)
+        self._tasks.start(self._change(namespace, namespace.epoch, found, was_lost), namespace)
 
-    async def _change(self, namespace: NamespaceEntry, known: bytes | None, epoch: bytes) -> None:
-        """Deletes the local blocks of a namespace, then sets its epoch.
+    async def _change(
+        self, namespace: NamespaceEntry, known: bytes | None, found: Epoch, was_lost: bool
+    ) -> None:
+        """Deletes the local blocks of a namespace or of single keys, then sets the epochs.
 
         Uploads under way need no wait: their names are those of the earlier epoch.
         """
+        fingerprint = namespace.fingerprint
         try:
+            outcome, listed = await self._objects.read_keys(fingerprint, found.keys)
+            whole = found.value > (known or ZERO)
+            if outcome != Outcome.OK and not whole:
+                self._missed_keys(namespace, found.keys, outcome, was_lost)
+                return
             while self._namespaces.at(namespace.number) is namespace:
-                if await self._delete_here(namespace):
+                if await (self._delete_here(namespace) if whole else self._delete_keys(namespace, listed)):
                     # Recorded last: after a crash before this, the blocks are deleted again.
-                    self._set(namespace, epoch if namespace.epoch == known else None)
+                    is_same = namespace.epoch == known
+                    later = {k: e for k, e in namespace.key_epochs.items() if e > found.value}
+                    self._set(namespace, found.value if is_same else None, merged(listed, later))
                     break
                 await asyncio.sleep(CHECK_EVERY_S)
         finally:
-            self._eligibility.deletions -= Counter((namespace.fingerprint,))
+            self._eligibility.deletions -= Counter((fingerprint,))
             self._eligibility.end_waits((namespace,))
             self.ask()
+        if namespace.keys_digest != found.keys and not whole:
+            await self.keys.publish(namespace)
+
+    def _missed_keys(self, namespace: NamespaceEntry, keys: bytes, outcome: Outcome, was_lost: bool) -> None:
+        """Handles a list of deleted keys that cannot be read: nobody waits for it."""
+        self._eligibility.unreadable.add(namespace.fingerprint)
+        if outcome != Outcome.FAILED and was_lost:
+            # Another node that knows the list finds that the network has none, and writes it again.
+            self._tasks.start(self.keys.remove(namespace, keys), namespace)
+        elif outcome != Outcome.FAILED:
+            self._lost.add(namespace.fingerprint)
 
     async def _delete_here(self, namespace: NamespaceEntry) -> bool:
         """Deletes all blocks of a namespace on this node. Returns whether this is durable."""
+        n = await self._deleted(self.delete_here, namespace)
+        if n:
+            what = f"its epoch has changed: {n} blocks are deleted, as on another node"
+            _log.info("namespace %s: %s", namespace.fingerprint.hex(), what)
+            self._event_log.add(EntryKind.FORGOTTEN, namespace=namespace.fingerprint.hex(), detail=what)
+        return n is not None
+
+    async def _delete_keys(self, namespace: NamespaceEntry, listed: Mapping[bytes, bytes]) -> bool:
+        """Deletes the blocks of listed keys that are new to this node. Returns whether this is durable."""
+        known = namespace.key_epochs
+        new = [key for key, epoch in listed.items() if epoch > known.get(key, b"")]
+        if namespace.epoch is not None:
+            # The network may have blocks that nodes have uploaded since the deletion.
+            self.on_deleted([block_name(namespace, key) for key in new])
+        total = 0
+        for keys in _batches(new):
+            n = await self._deleted(self.delete_keys_here, namespace, keys)
+            if n is None:
+                return False
+            total += n
+        if total:
+            _log.info(
+                "namespace %s: %d blocks are deleted, as on another node", namespace.fingerprint.hex(), total
+            )
+        return True
+
+    async def _deleted(self, delete: Callable[..., None], *what: Any) -> int | None:
+        """Returns how many blocks of `what` are deleted durably, None if this was refused."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
         def answered(action: Any) -> None:
             if not answer.done():  # the task may have been cancelled
                 answer.set_result(action)
 
-        self.delete_here(Callback(answered), namespace)
+        delete(Callback(answered), *what)
         action = await answer
         if isinstance(action, ac.Deny):
-            _log.warning("a namespace that another node deleted cannot be deleted yet: %s", action.why)
-            return False
-        if action.value:
-            what = f"its epoch has changed: {action.value} blocks are deleted, as on another node"
-            _log.info("namespace %s: %s", namespace.fingerprint.hex(), what)
-            self._event_log.add(EntryKind.FORGOTTEN, namespace=namespace.fingerprint.hex(), detail=what)
-        return True
+            _log.warning("blocks that another node deleted cannot be deleted yet: %s", action.why)
+            return None
+        return int(action.value)
 
-    def _set(self, namespace: NamespaceEntry, epoch: bytes | None) -> None:
+    def _set(
+        self, namespace: NamespaceEntry, epoch: bytes | None, key_epochs: Mapping[bytes, bytes] | None = None
+    ) -> None:
+        is_other = epoch != namespace.epoch
         namespace.epoch = epoch
+        set_keys(namespace, {} if key_epochs is None or epoch is None else key_epochs)
         if epoch is None:
             return  # it is read when the deletion has ended
-        if epoch != ZERO and namespace.number:
+        if epoch != ZERO and namespace.number and is_other:
             self.record(namespace)
         self.on_known(namespace)
 
@@ -220,41 +282,28 @@ class Epochs:
 
         Concurrent calls, also of several nodes, may end with one new epoch for all of them.
         """
-        [(outcome, before)] = await self._read([fingerprint])
+        [(outcome, before)] = await self._objects.read([fingerprint])
         if outcome == Outcome.FAILED:
             return None
-        last = max(before, *self.known(fingerprint), ZERO)
+        last = max(before.value, *self.known(fingerprint), ZERO)
         written = next_epoch(last, self._clock(), self._random_bits(64))
-        after = await self._write(fingerprint, written)
-        return Renewal(before, written, after) if after else None
+        after = await self._objects.write(fingerprint, Epoch(written), before)
+        return Renewal(before.value, written, after.value) if after else None
 
-    async def _restore(self, fingerprint: bytes, epoch: bytes) -> None:
-        """Writes a known epoch again that the network has lost."""
-        if await self._write(fingerprint, epoch):
-            _log.warning("namespace %s: the network had lost its epoch; written again", fingerprint.hex())
-
-    async def _write(self, fingerprint: bytes, epoch: bytes) -> bytes:
-        """Writes an epoch. Returns what the network has then: this or a later one; empty: unknown."""
-        executor = self._executor
-        write = partial(executor.backend.write, [_epoch_object(fingerprint, epoch)])
-        delete = partial(executor.backend.delete, [epoch_name(fingerprint)])
-        # A backend may keep an existing object: then it is deleted first.
-        for replace in (False, True):
-            if replace:
-                await executor.call(delete, executor.timeout_s)
-            if list(await executor.call(write, executor.timeout_s)) != [Outcome.OK]:
-                return b""
-            [(outcome, after)] = await self._read([fingerprint])
-            if outcome == Outcome.OK and after >= epoch:
-                return after
-            if outcome == Outcome.FAILED:
-                return b""
-        return b""
+    async def _restore(self, namespace: NamespaceEntry) -> None:
+        """Writes the known epoch of a namespace, and its deleted keys, again that the network has lost."""
+        if await self.keys.publish(namespace):
+            _log.warning(
+                "namespace %s: the network had lost its epoch; written again", namespace.fingerprint.hex()
+            )
 
     def known(self, fingerprint: bytes) -> set[bytes]:
         """Returns the known epochs of the namespaces with a fingerprint."""
-        mine = (namespace for namespace in self._namespaces if namespace.fingerprint == fingerprint)
-        return {namespace.epoch for namespace in mine if namespace.epoch is not None}
+        return {each.epoch for each in self.of(fingerprint) if each.epoch is not None}
+
+    def of(self, fingerprint: bytes) -> list[NamespaceEntry]:
+        """Returns the namespaces with a fingerprint."""
+        return [namespace for namespace in self._namespaces if namespace.fingerprint == fingerprint]
 
     def settle(self, fingerprint: bytes, renewal: Renewal) -> None:
         """Applies a new epoch after this node has deleted its blocks.
@@ -262,31 +311,18 @@ class Epochs:
         If another node has changed the epoch too, blocks that were stored since may be older than that: the
         epoch is unknown until it is compared.
         """
-        for namespace in self._namespaces:
-            if namespace.fingerprint == fingerprint:
-                was_last = (namespace.epoch or ZERO) >= renewal.before
-                self._set(namespace, renewal.after if was_last and renewal.after == renewal.written else None)
-
-    async def _read(self, fingerprints: Sequence[bytes]) -> list[tuple[Outcome, bytes]]:
-        """Returns the outcome of each read, and the epoch: zero if it is missing, empty if unknown."""
-        memory = memoryview(mmap.mmap(-1, ALIGN * len(fingerprints)))
-        things = [
-            Object(epoch_name(each), EPOCH_BYTES, memory[i * ALIGN : (i + 1) * ALIGN])
-            for i, each in enumerate(fingerprints)
-        ]
-        executor = self._executor
-        outcomes = await executor.call(partial(executor.backend.read, things), executor.timeout_s)
-        outcomes = outcomes or [Outcome.FAILED] * len(things)
-        read = []
-        for thing, outcome in zip(things, outcomes, strict=True):
-            epoch = bytes(thing.memory[:EPOCH_BYTES]) if outcome == Outcome.OK else b""
-            read.append((outcome, ZERO if outcome == Outcome.MISSING else epoch))
-        return read
+        for namespace in self.of(fingerprint):
+            was_last = (namespace.epoch or ZERO) >= renewal.before
+            self._set(namespace, renewal.after if was_last and renewal.after == renewal.written else None)
 
 
-def _epoch_object(fingerprint: bytes, epoch: bytes) -> Object:
-    memory = memoryview(mmap.mmap(-1, ALIGN))
-    memory[:EPOCH_BYTES] = epoch
-    thing = Object(epoch_name(fingerprint), EPOCH_BYTES, memory)
-    thing.checksum = arena.checksum(memory[:EPOCH_BYTES], thing.seed())
-    return thing
+def _known(namespace: NamespaceEntry) -> tuple[int, bytes | None, bytes]:
+    return namespace.number, namespace.epoch, namespace.keys_digest
+
+
+def _batches(keys: Sequence[bytes]) -> Iterator[Keys]:
+    """Yields keys in batches of one length each."""
+    for length in {len(key) for key in keys}:
+        same = [key for key in keys if len(key) == length]
+        for at in range(0, len(same), _KEYS_PER_EVENT):
+            yield Keys(b"".join(same[at : at + _KEYS_PER_EVENT]), length)

@@ -1,7 +1,8 @@
 """The names of a namespace's objects on the network. All of this package's names of blocks are made here.
 
 An object's name has 16 bytes for its namespace: the fingerprint in epoch zero, a digest of fingerprint and
-epoch in others. So objects of an earlier epoch are never found (see `epochs`).
+epoch in others. So objects of an earlier epoch are never found (see `epochs`). A key that was deleted alone
+has an epoch of its own, later than the namespace's.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from kvstore.tiers.network.base import Name
 
 EPOCHS = b"kvstore-epochs-1"
 """Stands for the fingerprint in the names of epochs. No namespace has it, because fingerprints are hashes."""
+
+KEY_LISTS = b"kvstore-keys-001"
+"""Stands for the fingerprint in the names of lists of deleted keys."""
 
 _COUNTER_BYTES = 8
 EPOCH_BYTES = 2 * _COUNTER_BYTES
@@ -38,6 +42,11 @@ def epoch_name(fingerprint: bytes) -> Name:
     return Name(EPOCHS, fingerprint)
 
 
+def key_list_name(fingerprint: bytes, digest: bytes) -> Name:
+    """Returns the name of a namespace's list of deleted keys with this digest."""
+    return Name(KEY_LISTS, fingerprint + digest)
+
+
 @lru_cache(maxsize=4096)
 def name_prefix(fingerprint: bytes, epoch: bytes) -> bytes:
     """Returns the 16 bytes for a namespace in the names of its objects of one epoch."""
@@ -47,6 +56,12 @@ def name_prefix(fingerprint: bytes, epoch: bytes) -> bytes:
 
 
 def block_name(namespace: NamespaceEntry, key: bytes) -> Name:
-    """Returns the name of a block's object in the known epoch of its namespace, which must be known."""
+    """Returns the name of a block's object in the epoch of its key or namespace, which must be known."""
     assert namespace.epoch is not None, "the epoch of this namespace is unknown"
-    return Name(name_prefix(namespace.fingerprint, namespace.epoch), key)
+    epoch = namespace.key_epochs.get(key, namespace.epoch)
+    return Name(name_prefix(namespace.fingerprint, epoch), key)
+
+
+def is_name_of(namespace: NamespaceEntry, name: Name) -> bool:
+    """Returns whether this is the name of a block of the namespace now."""
+    return namespace.epoch is not None and block_name(namespace, name.key) == name

@@ -64,6 +64,7 @@ class NetworkTier:
         self.deletion = Deletion(executor, eligibility, existence, tasks, uploads, self.epochs)
         eligibility.ask_epochs = self.epochs.ask
         self.epochs.on_known = self.deletion.epoch_known
+        self.epochs.on_deleted = self.deletion.retry_later
         self.tasks = tasks
         self.eligibility = eligibility
         self.existence = existence

@@ -21,7 +21,7 @@ from kvstore.core.queues.device_queue import DEMAND, WRITE_BACK
 from kvstore.daemon.network.eligibility import Eligibility, Target
 from kvstore.daemon.network.executor import BackendExecutor, batch_blocks
 from kvstore.daemon.network.existence import ExistenceChecks
-from kvstore.daemon.network.names import block_name
+from kvstore.daemon.network.names import block_name, is_name_of
 from kvstore.daemon.network.tasks import CLIENT, Copied, Tasks, ask
 from kvstore.daemon.runtime.executor import Executor
 from kvstore.daemon.tenancy.namespaces import NamespaceEntry, Namespaces
@@ -140,14 +140,13 @@ class Uploads:
         """Returns the keys of a batch that are on the network now, and the uploaded bytes."""
         names = []
         for upload in batch:
-            # A more urgent upload may have replaced this one.
-            if self._uploads.get(upload.name) is upload and not self._eligibility.deletes(upload.name):
+            # A more urgent upload may have replaced this one. Blocks of a number are of the epochs that
+            # namespace and keys have now, and never of later ones.
+            is_last = self._uploads.get(upload.name) is upload and is_name_of(namespace, upload.name)
+            if is_last and not self._eligibility.deletes(upload.name):
                 upload.started = True
                 names.append(upload.name)
         if not names or namespace.number != number or not self._eligibility.serves(namespace):
-            return set(), 0
-        # Blocks of a number are of the epoch that its namespace has now, and never of a later one.
-        if namespace.epoch is None or block_name(namespace, names[0].key) != names[0]:
             return set(), 0
         until = self._core.now() + self._executor.timeout_s
         exist = await self._existence.probe(names, until)

@@ -6,7 +6,9 @@ import asyncio
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
+
+from kvstore.daemon.tracing.request_traces import RequestTrace
 
 BOUNDS_S = tuple(16e-6 * 2**k for k in range(20))
 """Upper bounds of buckets, from 16 microseconds to 8.4 s; a last bucket has no bound."""
@@ -14,23 +16,35 @@ BOUNDS_S = tuple(16e-6 * 2**k for k in range(20))
 _LAG_EVERY_S = 0.1
 
 
-class Histogram:
-    """Counts durations by bucket, and sums them."""
+class Exemplar(NamedTuple):
+    """A traced request: the id of its trace in hex, its duration (s), and its arrival (Unix time, s)."""
 
-    __slots__ = ("counts", "sum_s")
+    trace: str
+    seconds: float
+    arrived: float
+
+
+class Histogram:
+    """Counts durations by bucket, and sums them. `exemplars` has the last traced request of buckets."""
+
+    __slots__ = ("counts", "exemplars", "sum_s")
 
     def __init__(self) -> None:
         self.counts = [0] * (len(BOUNDS_S) + 1)
         self.sum_s = 0.0
+        self.exemplars: dict[int, Exemplar] = {}
 
-    def add(self, seconds: float) -> None:
-        """Adds one duration."""
-        self.counts[bisect_left(BOUNDS_S, seconds)] += 1
+    def add(self, seconds: float) -> int:
+        """Adds one duration. Returns the number of its bucket."""
+        bucket = bisect_left(BOUNDS_S, seconds)
+        self.counts[bucket] += 1
         self.sum_s += seconds
+        return bucket
 
     def plain(self) -> dict[str, Any]:
-        """Returns plain values."""
-        return {"counts": list(self.counts), "sum_s": self.sum_s}
+        """Returns plain values. An exemplar has the number of its bucket first."""
+        exemplars = [(bucket, *exemplar) for bucket, exemplar in self.exemplars.items()]
+        return {"counts": list(self.counts), "sum_s": self.sum_s, "exemplars": exemplars}
 
 
 class Calls:
@@ -43,13 +57,15 @@ class Calls:
         self._at_once: dict[type, Histogram] = {}
         self._waited: dict[type, Histogram] = {}
 
-    def add(self, message: type, waited: bool, seconds: float) -> None:
-        """Adds one answer."""
+    def add(self, message: type, waited: bool, seconds: float, trace: RequestTrace | None = None) -> None:
+        """Adds one answer. `trace`: that of the request, if it is traced."""
         book = self._waited if waited else self._at_once
         histogram = book.get(message)
         if histogram is None:
             histogram = book[message] = Histogram()
-        histogram.add(seconds)
+        bucket = histogram.add(seconds)
+        if trace is not None:
+            histogram.exemplars[bucket] = Exemplar(trace.context.trace.hex(), seconds, trace.arrived)
 
     def plain(self) -> list[dict[str, Any]]:
         """Returns plain values."""

@@ -37,6 +37,5 @@ class RequestTimer:
         request = getattr(answer, "id", 0)
         began = self._began_s.pop(request, None)
         if began is not None:
-            self._latency.add(began[0], request != self.running, self._stopwatch() - began[1])
-            if self._traces is not None:
-                self._traces.answered(answer)
+            trace = self._traces.answered(answer) if self._traces is not None else None
+            self._latency.add(began[0], request != self.running, self._stopwatch() - began[1], trace)

@@ -69,12 +69,14 @@ class Deletion:
 
     def invalidate(self, requester: Requester, request: int, namespace: NamespaceEntry, keys: Keys) -> None:
         """Makes blocks misses, and answers when this survives a crash and applies to the network."""
-        event = ev.Invalidate(0, namespace.number, keys)
-
-        def here(then: Requester) -> None:
-            self._durable.ask(then, request, event)
-
+        here = partial(self.invalidate_here, namespace=namespace, keys=keys, request=request)
         self._delete_everywhere(requester, request, [namespace], (keys[i] for i in range(keys.n)), here)
+
+    def invalidate_here(
+        self, requester: Requester, namespace: NamespaceEntry, keys: Keys, request: int = 0
+    ) -> None:
+        """Makes blocks misses on this node alone, and answers when this survives a crash."""
+        self._durable.ask(requester, request, ev.Invalidate(0, namespace.number, keys))
 
     def forget(self, requester: Requester, request: int, namespaces: Sequence[NamespaceEntry]) -> None:
         """Empties namespaces of one tenant, and answers when nothing is left, durably."""

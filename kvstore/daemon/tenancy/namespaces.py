@@ -7,7 +7,7 @@ until a connection uses it again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from blake3 import blake3
@@ -26,7 +26,8 @@ class NamespaceEntry:
 
     `readers` are the tenants that it is published to; they determine `domain`. `hits` counts blocks of
     prompts of all tenants. `epoch` is the epoch of its blocks on this node, None while it is unknown (see
-    `kvstore.daemon.network.epochs`).
+    `kvstore.daemon.network.epochs`). `key_epochs` has a later one for each key that was deleted alone, and
+    `keys_digest` their digest.
     """
 
     number: int
@@ -39,6 +40,8 @@ class NamespaceEntry:
     ttl_s: float = 0.0
     hits: Counter[Column] = field(default_factory=Counter)
     epoch: bytes | None = None
+    key_epochs: Mapping[bytes, bytes] = field(default_factory=dict)
+    keys_digest: bytes = b""
 
     @property
     def independent(self) -> bool:

@@ -107,13 +107,14 @@ class ConnectionTraces:
             trace.mark(PLACEMENT)
             trace.last = _WAITS.get(type(message), _OTHER)
 
-    def answered(self, answer: Any) -> None:
-        """Ends a trace with the answer to its request."""
+    def answered(self, answer: Any) -> RequestTrace | None:
+        """Ends the trace of the request that is answered, and returns it. None: it is not traced."""
         trace = self._open.pop(answer.id, None)
         if trace is not None:
             trace.mark(trace.last)
             trace.attributes |= attributes_of(answer)
             self._put(trace)
+        return trace
 
 
 def _is_sampled(context: m.TraceContext) -> bool:

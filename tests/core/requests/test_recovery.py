@@ -132,7 +132,7 @@ def test_a_hanging_device_is_fenced_alone() -> None:
     assert 4 < wake - w.now <= 5
     w.now = wake
     w.send(ev.Tick())
-    assert w.p.view.counters["tier_fenced"] == 1
+    assert w.p.view.counters["tier_fences"] == 1
     assert w.lookup(1, gone[:1]) == 0, "what cannot be had is a miss"
     assert isinstance(w.acquire(0, 1, gone[1:2], wait=60), ac.Grant), "and is one at once"
     assert w.get(1, kept[-1:]) == [payload(1, kept[-1])]

@@ -11,10 +11,21 @@ from typing import Any
 import pytest
 
 from kvstore.core import actions as ac
+from kvstore.core.blocks.key_batch import Keys
 from kvstore.daemon.network import epochs as module
 from kvstore.daemon.network.eligibility import Eligibility
+from kvstore.daemon.network.epoch_objects import pack, unpack
 from kvstore.daemon.network.epochs import Epochs
-from kvstore.daemon.network.names import EPOCH_BYTES, EPOCHS, ZERO, block_name, name_prefix, next_epoch
+from kvstore.daemon.network.key_lists import MOST_KEYS
+from kvstore.daemon.network.names import (
+    EPOCH_BYTES,
+    EPOCHS,
+    KEY_LISTS,
+    ZERO,
+    block_name,
+    name_prefix,
+    next_epoch,
+)
 from kvstore.daemon.network.tasks import Tasks
 from kvstore.daemon.tenancy.namespaces import NamespaceEntry, Namespaces
 from kvstore.tiers.network.base import Backend, Name, Object, Outcome
@@ -28,6 +39,7 @@ class Memory:
 
     def __init__(self) -> None:
         self.objects: dict[Name, bytes] = {}
+        self.parents: dict[Name, bytes] = {}
         self.torn: set[Name] = set()
         self.failing = False
         self.full = False
@@ -48,6 +60,7 @@ class Memory:
                 outcomes.append(Outcome.MISSING)
             else:
                 thing.memory[: thing.length] = found
+                thing.parent = self.parents.get(thing.name, b"")
                 outcomes.append(Outcome.OK)
         after, self.after_read = self.after_read, lambda: None
         after()
@@ -59,6 +72,7 @@ class Memory:
         for thing in things:
             if not (self.keeps and (thing.name in self.objects or thing.name in self.torn)):
                 self.objects[thing.name] = bytes(thing.memory[: thing.length])
+                self.parents[thing.name] = thing.parent
                 self.torn.discard(thing.name)
         return [Outcome.OK] * len(things)
 
@@ -100,6 +114,7 @@ class Node:
             lambda: self.time_s,
         )
         self.epochs.delete_here = self._delete
+        self.epochs.delete_keys_here = self._delete_keys
         self.epochs.record = lambda namespace: self.did.append(("recorded", namespace.epoch))
         self.eligibility.ask_epochs = self.epochs.ask
         self.epochs.start()
@@ -116,6 +131,11 @@ class Node:
             return
         self.did.append(("deleted", namespace.epoch))
         requester.answer(0, ac.Answer(0, 0))
+
+    def _delete_keys(self, requester: Any, namespace: NamespaceEntry, keys: Keys) -> None:
+        assert not self.eligibility.serves(namespace), "it is banned meanwhile"
+        self.did += [("deleted key", keys[i]) for i in range(keys.n)]
+        requester.answer(0, ac.Answer(0, keys.n))
 
     async def rounds(self, n: int = 1) -> None:
         """Has all epochs read so often, and waits for what comes of it."""
@@ -135,7 +155,9 @@ def run(test: Callable[[Memory], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(test(Memory()))
 
 
-def test_all_epochs_are_read_in_one_call() -> None:
+def test_all_epochs_are_read_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHECK_EVERY_S", 60.0)  # no round by itself, however busy the machine is
+
     async def test(backend: Memory) -> None:
         node = Node(backend, ZERO)
         for number in range(2, 201):
@@ -383,5 +405,190 @@ def test_what_was_read_before_a_change_is_not_compared_after_it() -> None:
         await node.rounds(3)
         assert node.did == []
         assert node.namespace.epoch == NEW
+
+    run(test)
+
+
+# -- single keys
+
+KEYS = [b"one", b"two", b"three"]
+
+
+async def delete_keys(node: Node, *keys: bytes) -> bool:
+    """Deletes keys on one node, and tells the others."""
+    assert node.epochs.keys.add(node.namespace, set(keys))
+    return await node.epochs.keys.publish(node.namespace)
+
+
+def deleted(node: Node) -> list[bytes]:
+    return [key for what, key in node.did if what == "deleted key"]
+
+
+@pytest.mark.parametrize("epoch", [ZERO, OLD])
+def test_deleted_keys_reach_all_nodes_once(epoch: bytes) -> None:
+    async def test(backend: Memory) -> None:
+        if epoch != ZERO:
+            backend.objects[OBJECT] = epoch
+        first, second, late = Node(backend, epoch), Node(backend, epoch), Node(backend, None)
+        assert await delete_keys(first, b"one", b"two")
+        await second.rounds(3)
+        assert deleted(second) == [b"one", b"two"]
+        assert second.namespace.key_epochs == first.namespace.key_epochs
+        assert second.namespace.keys_digest == first.namespace.keys_digest != b""
+        assert second.namespace.epoch == epoch
+        old = Name(name_prefix(FINGERPRINT, epoch), b"one")
+        assert block_name(second.namespace, b"one") == block_name(first.namespace, b"one") != old
+        assert block_name(second.namespace, b"three").namespace == old.namespace
+        assert await delete_keys(second, b"two", b"three")
+        await first.rounds(3)
+        assert deleted(first) == [b"two", b"three"], "not the one that it has deleted itself"
+        late.did.clear()
+        await late.rounds(3)
+        assert sorted(deleted(late)) == sorted(KEYS)
+        assert late.namespace.key_epochs == first.namespace.key_epochs
+        for node in (first, second, late):
+            await node.rounds(3)
+        assert len(deleted(first)) == len(deleted(second)) == 2
+        lists = [name for name in backend.objects if name.namespace == KEY_LISTS]
+        assert len(lists) == 1, "earlier lists are deleted"
+
+    run(test)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_lists_of_several_nodes_are_merged(keeps: bool) -> None:
+    async def test(backend: Memory) -> None:
+        backend.keeps = keeps
+        nodes = [Node(backend, ZERO) for _ in KEYS]
+        told = await asyncio.gather(*(delete_keys(node, key) for node, key in zip(nodes, KEYS, strict=True)))
+        assert all(told)
+        for _ in range(4):
+            for node in nodes:
+                await node.rounds()
+        for node, key in zip(nodes, KEYS, strict=True):
+            assert set(node.namespace.key_epochs) == set(KEYS)
+            assert sorted(deleted(node)) == sorted(set(KEYS) - {key})
+
+    run(test)
+
+
+def test_a_key_that_is_deleted_twice_is_deleted_twice() -> None:
+    async def test(backend: Memory) -> None:
+        first, second = Node(backend, ZERO), Node(backend, ZERO)
+        for _ in range(2):
+            await delete_keys(first, b"one")
+            await second.rounds(2)
+        assert deleted(second) == [b"one", b"one"]
+
+    run(test)
+
+
+def test_deleted_keys_are_told_after_an_outage() -> None:
+    async def test(backend: Memory) -> None:
+        first, second = Node(backend, ZERO), Node(backend, ZERO)
+        await first.rounds()
+        backend.full = True
+        assert not await delete_keys(first, b"one")
+        await second.rounds(3)
+        assert deleted(second) == []
+        backend.full = False
+        await first.rounds(3)
+        await second.rounds(2)
+        assert deleted(second) == [b"one"]
+
+    run(test)
+
+
+@pytest.mark.parametrize("lost", ["all", "the list", "a torn list", "the digest"])
+def test_a_lost_list_is_written_again(lost: str) -> None:
+    async def test(backend: Memory) -> None:
+        first, second = Node(backend, OLD), Node(backend, OLD)
+        await delete_keys(first, b"one")
+        [name] = [name for name in backend.objects if name.namespace == KEY_LISTS]
+        if lost == "all":
+            backend.objects.clear()
+        elif lost == "the list":
+            del backend.objects[name]
+        elif lost == "a torn list":
+            backend.keeps = True
+            backend.torn = {name}
+        else:  # as a node writes the epoch that does not know of lists
+            backend.parents[OBJECT] = b""
+        for _ in range(6):
+            for node in (second, first):
+                await node.rounds()
+        assert deleted(second) == [b"one"]
+        assert deleted(first) == []
+        assert second.namespace.keys_digest == first.namespace.keys_digest == backend.parents[OBJECT]
+
+    run(test)
+
+
+@pytest.mark.parametrize("packed", [b"x", bytes(17), bytes(16) + b"\5abc", bytes(16) + b"\x41" + bytes(65)])
+def test_a_foreign_list_is_not_understood(packed: bytes) -> None:
+    assert unpack(packed) is None
+
+
+def test_a_list_is_packed_and_unpacked() -> None:
+    listed = {b"k": OLD, b"x" * 64: NEW}
+    assert unpack(pack(listed)) == listed
+    assert unpack(b"") == {}
+
+
+def test_a_new_epoch_ends_the_list() -> None:
+    async def test(backend: Memory) -> None:
+        first, second = Node(backend, ZERO), Node(backend, ZERO)
+        await delete_keys(first, b"one")
+        await second.rounds(2)
+        renewal = await first.epochs.renew(FINGERPRINT)
+        assert renewal is not None
+        first.epochs.settle(FINGERPRINT, renewal)
+        await second.rounds(3)
+        for node in (first, second):
+            assert (node.namespace.key_epochs, node.namespace.keys_digest) == ({}, b"")
+            assert node.namespace.epoch == renewal.after
+        assert second.did[-2:] == [("deleted", ZERO), ("recorded", renewal.after)]
+
+    run(test)
+
+
+def test_a_full_list_changes_nothing() -> None:
+    async def test(backend: Memory) -> None:
+        node = Node(backend, ZERO)
+        keys = {n.to_bytes(4, "big") for n in range(MOST_KEYS)}
+        assert await delete_keys(node, *keys)
+        before = node.namespace.key_epochs
+        assert not node.epochs.keys.add(node.namespace, {b"one more"})
+        assert node.namespace.key_epochs is before
+        assert node.epochs.keys.add(node.namespace, {bytes(4)}), "which is on it"
+
+    run(test)
+
+
+def test_a_node_keeps_the_keys_of_one_that_is_gone() -> None:
+    async def test(backend: Memory) -> None:
+        gone, node, late = (Node(backend, ZERO) for _ in range(3))
+        await delete_keys(gone, b"one")
+        gone.executor.usable = False
+        assert await delete_keys(node, b"two")
+        await late.rounds(2)
+        assert sorted(deleted(late)) == [b"one", b"two"]
+
+    run(test)
+
+
+def test_a_key_that_is_deleted_after_a_new_epoch_is_told_in_that_epoch() -> None:
+    """The node does not know of the epoch yet: it deletes the key in the one before."""
+
+    async def test(backend: Memory) -> None:
+        backend.objects[OBJECT] = NEW
+        node, late = Node(backend, OLD), Node(backend, NEW)
+        node.time_s = 1e30
+        assert not await delete_keys(node, b"one"), "the network has a later epoch"
+        for _ in range(4):
+            await node.rounds()
+        await late.rounds(2)
+        assert node.namespace.epoch == NEW
+        assert deleted(late) == [b"one"]
 
     run(test)

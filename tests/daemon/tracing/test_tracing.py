@@ -166,6 +166,9 @@ def test_a_hit_on_nvme_is_one_trace_from_the_engine_to_the_tier(collected: Colle
         told = {"collector": collected.url, "exported_requests": 3, "dropped_requests": 0}
         with Client(daemon.url, strict=True) as client:
             eventually(lambda: client.status()["tracing"] == told)
+            calls = client.control("figures")["calls"]
+        traced_calls = {row["call"]: {trace for _, trace, *_ in row["exemplars"]} for row in calls}
+        assert traced_calls["acquire"] == traced_calls["open"] == {f"{engine.trace_id:032x}"}
 
 
 def test_every_call_has_a_span_with_its_outcome(collected: Collector) -> None:
