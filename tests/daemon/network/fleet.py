@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -36,27 +37,31 @@ WIRE_BEFORE = "import kvstore.wire.messages as m; m.VERSION -= 1"
 """Runs first in a daemon of the other version: this code with the wire version before its own."""
 
 
-def code_before(folder: Path) -> tuple[str, str]:
-    """Unpacks the last code that did not tell other nodes of deleted keys.
+def has_code_before() -> bool:
+    """Returns whether there is a git with the last code that did not tell other nodes of deleted keys."""
+    return bool(_code_before())
 
-    Returns what runs first in a daemon of that version, or why there is none.
-    """
 
-    def git(*args: str) -> subprocess.CompletedProcess[bytes]:
-        return subprocess.run(["git", "-C", str(_REPOSITORY), *args], capture_output=True, check=False)
-
-    try:
-        added = git("log", "--diff-filter=A", "--format=%H", "--", _CHANGED_IN)
-    except FileNotFoundError:
-        return "", "git is not installed"
-    commits = added.stdout.decode().split()
-    archive = git("archive", f"{commits[0]}^", "kvstore") if commits else added
-    if not commits or archive.returncode:
-        return "", "git has no commit of the version before"
-    subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True)
+def code_before(folder: Path) -> str:
+    """Unpacks that code. Returns what runs first in a daemon of that version."""
+    archive = _git("archive", _code_before(), "kvstore")
+    subprocess.run(["tar", "-x", "-C", str(folder)], input=archive, check=True)
     path = str(folder)
     first = f"import sys; sys.path.insert(0, {path!r}); import kvstore"
-    return f"{first}; assert kvstore.__file__.startswith({path!r})", ""
+    return f"{first}; assert kvstore.__file__.startswith({path!r})"
+
+
+def _code_before() -> str:
+    """Returns a commit, empty if there is none: a clone may lack the history."""
+    added = _git("log", "--diff-filter=A", "--format=%H", "--", _CHANGED_IN).decode().split()
+    return _git("rev-parse", "--verify", "--quiet", f"{added[0]}^").decode().strip() if added else ""
+
+
+def _git(*args: str) -> bytes:
+    """Returns what git prints; nothing if it fails or is not installed."""
+    if shutil.which("git") is None:
+        return b""
+    return subprocess.run(["git", "-C", str(_REPOSITORY), *args], capture_output=True, check=False).stdout
 
 
 class Daemon(LocalDaemon):
