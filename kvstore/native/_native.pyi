@@ -1,6 +1,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from kvstore.native.portable_queue import PortableQueue as IOQueue  # without `move`; the same otherwise
+
 def instruction_set() -> str: ...
 def choose(number: int) -> None:
     """Switches to another instruction set of this machine, for tests: 0 is the best. ValueError if none."""
