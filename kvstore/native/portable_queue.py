@@ -71,13 +71,15 @@ class PortableQueue:
                 batch.pieces.clear()
             self._waiting[urgent] += len(batch.pieces)
             self._lanes[urgent].append(batch)
-            self._changed.notify(max(1, -(-pieces // batch.most_pieces), -(-batch.nbytes // batch.most_bytes)))
+            self._changed.notify(
+                max(1, -(-pieces // batch.most_pieces), -(-batch.nbytes // batch.most_bytes))
+            )
             return True
 
     def next(self) -> tuple[Any, list[tuple[int, Outcome]]] | None:
         """Moves tasks until one of them ends its batch. Returns None if the queue is closed and empty.
 
-        Otherwise returns the batch's token, and the number and outcome of each transfer that failed, in order.
+        Otherwise returns the batch's token, and the number and outcome of each failed transfer, in order.
         """
         while True:
             with self._changed:
@@ -143,7 +145,8 @@ class _Batch:
         self.token = token
         self.pieces = deque(
             (i, (fd, offset + start, buffer[start : start + task_bytes], write))
-            for i, (fd, offset, buffer, write) in enumerate(transfers)
+            for i, (fd, offset, whole, write) in enumerate(transfers)
+            for buffer in (_view(whole),)
             for start in range(0, len(buffer), task_bytes)
         )
         self.nbytes = sum(len(transfer[2]) for transfer in transfers)
@@ -151,3 +154,11 @@ class _Batch:
         self.most_pieces = min(_MOST_PIECES, max(-(-len(self.pieces) // threads), _FEW_PIECES))
         self.failures: dict[int, Outcome] = {}
         self.tasks = 0
+
+
+def _view(buffer: Any) -> Any:
+    """Returns what can be cut without a copy: memory of a GPU as it is."""
+    try:
+        return memoryview(buffer)
+    except TypeError:
+        return buffer
