@@ -1,4 +1,4 @@
-"""Batches of blocks by a C extension, or by numpy and xxhash where there is none: copies, sums, the index.
+"""Batches of blocks by a C extension, or by numpy and xxhash where there is none: copies, sums, index, I/O.
 
 A batch is a table of `PIECE`: consecutive pieces whose bytes make up one block, and a checksum for each
 block. Both implementations give the same bytes, sums and errors (`tests/native`). Copies in C read each

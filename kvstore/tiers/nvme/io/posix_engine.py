@@ -30,7 +30,8 @@ class PosixEngine:
         """Starts the threads. Refuses a batch if more than `queue_pieces` of its urgency would wait."""
         if threads < 1 or task_bytes < ALIGN or task_bytes % ALIGN:
             raise MisuseError(f"{threads} threads, {task_bytes} bytes a task", f"multiples of {ALIGN} bytes")
-        self.name = "posix" if native.why_no_io_uring() else "posix, io_uring"
+        refused = native.why_no_io_uring()
+        self.name = f"posix, without io_uring ({refused})" if refused else "posix, io_uring"
         self._queue = self._make_queue(threads, task_bytes, queue_pieces)
         self._threads = [
             threading.Thread(target=self._work, name=f"kvstore-io-{i}", daemon=True) for i in range(threads)
