@@ -1,8 +1,8 @@
 """Moves blocks between memory and files by kvikio: GPUDirect Storage where available, else its POSIX path.
 
 The queue is the one in Python, the threads are those of the posix engine. Each piece is one task of kvikio,
-which has threads of its own and no errno. kvikio needs libcuda: see `why_not`. With GPUDirect, GPU memory goes
-straight to the device, otherwise through kvikio's host buffers.
+which has threads of its own and no errno. kvikio needs libcuda: see `why_not`. With GPUDirect, GPU memory
+goes straight to the device, otherwise through kvikio's host buffers.
 """
 
 from __future__ import annotations
