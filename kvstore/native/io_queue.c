@@ -47,7 +47,7 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     pid_t process;
-    pthread_mutex_t mutex; /* guards all below. Never waited for with the GIL while I/O is under way */
+    pthread_mutex_t mutex; /* guards all below. Its holder waits neither for the GIL nor for I/O */
     pthread_cond_t changed;
     size_t threads, task_bytes, queue_pieces, idle;
     unsigned int others_every, passed_over;
@@ -323,10 +323,8 @@ static void queue_dealloc(PyObject *self)
             next = b->next;
             free_batch(b);
         }
-    if (q->process == getpid()) { /* after a fork they may be in use for ever */
-        pthread_cond_destroy(&q->changed);
-        pthread_mutex_destroy(&q->mutex);
-    }
+    pthread_cond_destroy(&q->changed);
+    pthread_mutex_destroy(&q->mutex);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     release(self);
     Py_DECREF(type);
