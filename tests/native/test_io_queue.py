@@ -273,37 +273,38 @@ def test_a_queue_that_is_dropped_frees_what_waits(make: Make, fd: int) -> None:
     assert content(fd) == b""
 
 
-def test_several_threads_move_one_batch(make: Make, fd: int) -> None:
-    """The kernel counts the bytes that each has read."""
-    size = 4 << 20
-    os.pwrite(fd, b"x" * size, 0)
-    queue, read, stop = make(2, 64 << 10, 1 << 14, 8), [0, 0], threading.Event()
-    ended = threading.Semaphore(0)
+def settled(threads: list[threading.Thread]) -> list[str]:
+    """Waits until all threads sleep. Returns how often each has gone to sleep."""
+    until, before = time.monotonic() + WAIT_S, [""]
+    while time.monotonic() < until:
+        said = [Path(f"/proc/self/task/{thread.native_id}/status").read_text() for thread in threads]
+        now = [each.partition("\nvoluntary_ctxt_switches:")[2].split()[0] for each in said]
+        if now == before and all("\nState:\tS" in each for each in said):
+            return now
+        before = now
+        time.sleep(0.01)
+    raise AssertionError("the threads never rest")
 
-    def work(me: int) -> None:
-        counts = Path(f"/proc/self/task/{threading.get_native_id()}/io")
-        while True:
-            before = int(counts.read_text().split()[1])
-            if queue.next() is None:
-                return
-            read[me] = int(counts.read_text().split()[1]) - before
+
+@pytest.mark.parametrize(("pieces", "tasks"), [(0, 1), (1, 1), (4, 1), (8, 2), (12, 3), (40, 4)])
+def test_a_batch_wakes_a_thread_for_each_task(make: Make, fd: int, pieces: int, tasks: int) -> None:
+    queue, ended = make(4, 512 << 10, 1 << 14, 8), threading.Semaphore(0)
+
+    def work() -> None:
+        while queue.next() is not None:
             ended.release()
 
-    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(2)]
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(6)]
     for thread in threads:
         thread.start()
-    until, room = time.monotonic() + WAIT_S, bytearray(size)
-    while time.monotonic() < until and not stop.is_set():
-        time.sleep(0.005)  # both wait, and must be woken
-        assert queue.submit([(fd, 0, room, False)], None, False)
-        assert ended.acquire(timeout=WAIT_S)
-        # Only the thread that ends the batch returns: it did not read all of it.
-        if any(64 << 10 < each < size for each in read):
-            stop.set()
+    before = settled(threads)
+    assert queue.submit([(fd, 0, b"x" * 4096, True)] * pieces, None, False)
+    assert ended.acquire(timeout=WAIT_S)
+    woken = sum(was != now for was, now in zip(before, settled(threads), strict=True))
     queue.close()
     for thread in threads:
         thread.join(WAIT_S)
-    assert stop.is_set()
+    assert woken == tasks
 
 
 _FORKED = """
