@@ -198,9 +198,8 @@ class NoBuffer:
     [(0, bytes(16)), (0, memoryview(bytearray(32))[::2]), (0, NoBuffer()), (-1, bytearray(16))],
     ids=["read-only", "not contiguous", "no buffer", "negative offset"],
 )
-def test_a_buffer_that_cannot_be_used_fails_no_other(
-    queue: PortableQueue, fd: int, wrong: tuple[int, Any]
-) -> None:
+def test_a_buffer_that_cannot_be_used_fails_no_other(make: Make, fd: int, wrong: tuple[int, Any]) -> None:
+    queue = make(1, 64, 1 << 14, 8)  # all are one task
     transfers = [(fd, 0, b"a" * 20, True), (fd, *wrong, False), (fd, 20, b"b" * 20, True)]
     assert queue.submit(transfers, "t", False)
     assert drained(queue) == [("t", [(1, errno.EINVAL)])]
