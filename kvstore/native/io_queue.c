@@ -99,8 +99,11 @@ static int take_task(queue *q, task *t)
         }
         if (size && !whole->error) {
             t->transfers[t->n] = b->at;
-            t->pieces[t->n++] = (piece){.fd = whole->fd, .write = whole->write, .offset = whole->offset + (off_t)b->start,
-                                        .memory = whole->memory + b->start, .length = size};
+            t->pieces[t->n++] = (piece){.fd = whole->fd,
+                                        .write = whole->write,
+                                        .offset = whole->offset + (off_t)b->start,
+                                        .memory = whole->memory + b->start,
+                                        .length = size};
         }
         b->start += size;
         if (b->start == whole->length) {
@@ -296,8 +299,8 @@ static PyObject *queue_new(PyTypeObject *type, PyObject *arguments, PyObject *na
     }
     if (!PyArg_ParseTuple(arguments, "nnnn", &threads, &task_bytes, &queue_pieces, &others_every))
         return NULL;
-    if (threads < 1 || task_bytes < 1 || (size_t)task_bytes > MOST_TASK_BYTES || queue_pieces < 1 || others_every < 1 ||
-        others_every > INT32_MAX) {
+    if (threads < 1 || task_bytes < 1 || (size_t)task_bytes > MOST_TASK_BYTES || queue_pieces < 1 ||
+        others_every < 1 || others_every > INT32_MAX) {
         PyErr_SetString(PyExc_ValueError, "a number is too small or too large");
         return NULL;
     }
