@@ -1,4 +1,4 @@
-"""Batches of blocks by a C extension, or by numpy and xxhash where there is none: copies, sums, the index.
+"""Batches of blocks by a C extension, or by numpy and xxhash where there is none: copies, sums, index, I/O.
 
 A batch is a table of `PIECE`: consecutive pieces whose bytes make up one block, and a checksum for each
 block. Both implementations give the same bytes, sums and errors (`tests/native`). Copies in C read each
@@ -16,6 +16,9 @@ from kvstore.native.pieces import PIECE, pieces, whole
 from kvstore.native.portable import copied
 from kvstore.native.portable_files import END_OF_FILE, FilePiece
 from kvstore.native.portable_presence import presence_hash
+from kvstore.native.portable_queue import Outcome, PortableQueue
+
+IOQueue: type[PortableQueue]
 
 try:
     if os.environ.get("KVSTORE_NATIVE") == "0":
@@ -26,6 +29,7 @@ except ImportError as error:
     copy, copy_in, copy_out = portable.copy, portable.copy_in, portable.copy_out
     sums, checksum = portable.sums, portable.checksum
     move_files, why_no_io_uring = portable_files.move_files, portable_files.why_no_io_uring
+    IOQueue = PortableQueue
     index_add, index_find = portable_index.index_add, portable_index.index_find
     index_remove = portable_index.index_remove
     presence_set = portable_presence.presence_set
@@ -34,6 +38,7 @@ else:
     IMPLEMENTATION, WHY_NOT = f"native, {_native.instruction_set()}", ""
     copy, sums, checksum = _native.copy, _native.sums, _native.checksum
     move_files, why_no_io_uring = _native.move_files, _native.why_no_io_uring
+    IOQueue = _native.IOQueue
     index_add, index_find, index_remove = _native.index_add, _native.index_find, _native.index_remove
     presence_set = _native.presence_set
     presence, places, read_slots = _native.presence, _native.places, _native.read_slots
@@ -46,6 +51,9 @@ __all__ = [
     "PIECE",
     "WHY_NOT",
     "FilePiece",
+    "IOQueue",
+    "Outcome",
+    "PortableQueue",
     "checksum",
     "copied",
     "copy",

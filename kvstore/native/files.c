@@ -2,6 +2,7 @@
  * sandbox refuses it, they are moved one after another. The contract: portable_files.py.
  */
 #define _GNU_SOURCE
+#include "files.h"
 #include "kvstore_native.h"
 
 #include <errno.h>
@@ -27,24 +28,16 @@
 
 #define ALIGN 4096
 #define DEPTH 64     /* pieces of one thread at the device */
-#define END_OF_FILE -1
-
-typedef struct {
-    int fd, write, error;
-    off_t offset;
-    size_t moved;
-    Py_buffer view;
-} piece;
 
 /* Moves what is left of a piece by system calls. Sets its error. */
 static void move(piece *p)
 {
-    size_t length = (size_t)p->view.len;
     p->error = 0;
-    while (p->moved < length) {
-        char *at = (char *)p->view.buf + p->moved;
+    while (p->moved < p->length) {
+        char *at = p->memory + p->moved;
+        size_t left = p->length - p->moved;
         off_t offset = p->offset + (off_t)p->moved;
-        ssize_t n = p->write ? pwrite(p->fd, at, length - p->moved, offset) : pread(p->fd, at, length - p->moved, offset);
+        ssize_t n = p->write ? pwrite(p->fd, at, left, offset) : pread(p->fd, at, left, offset);
         if (n < 0 && errno == EINTR)
             continue;
         /* Direct I/O ends short and unaligned only at the end of a file, and then fails with EINVAL. */
@@ -133,7 +126,7 @@ static uint32_t *word_of(char *base, uint32_t at)
 }
 
 /* Adds a piece to the submissions. There is room for it. */
-static void add(ring *r, const piece *p, Py_ssize_t number)
+static void add(ring *r, const piece *p, size_t number)
 {
     uint32_t *tail = word_of(r->submissions, r->p.sq_off.tail);
     uint32_t mask = *word_of(r->submissions, r->p.sq_off.ring_mask), at = *tail & mask;
@@ -141,16 +134,16 @@ static void add(ring *r, const piece *p, Py_ssize_t number)
     memset(entry, 0, sizeof *entry);
     entry->opcode = p->write ? IORING_OP_WRITE : IORING_OP_READ;
     entry->fd = p->fd;
-    entry->addr = (uint64_t)(uintptr_t)p->view.buf;
-    entry->len = (uint32_t)p->view.len;
+    entry->addr = (uint64_t)(uintptr_t)p->memory;
+    entry->len = (uint32_t)p->length;
     entry->off = (uint64_t)p->offset;
-    entry->user_data = (uint64_t)number;
+    entry->user_data = number;
     word_of(r->submissions, r->p.sq_off.array)[at] = at;
     __atomic_store_n(tail, *tail + 1, __ATOMIC_RELEASE);
 }
 
 /* Takes the completions that are there. Returns their number. */
-static Py_ssize_t collect(ring *r, piece *pieces)
+static size_t collect(ring *r, piece *pieces)
 {
     uint32_t *head = word_of(r->completions, r->p.cq_off.head), at = *head;
     uint32_t mask = *word_of(r->completions, r->p.cq_off.ring_mask);
@@ -162,7 +155,7 @@ static Py_ssize_t collect(ring *r, piece *pieces)
         p->error = result < 0 ? -result : 0;
         p->moved = result < 0 ? 0 : (size_t)result;
     }
-    Py_ssize_t n = (Py_ssize_t)(tail - *head);
+    size_t n = tail - *head;
     __atomic_store_n(head, tail, __ATOMIC_RELEASE);
     return n;
 }
@@ -174,12 +167,12 @@ static uint32_t taken(ring *r)
 }
 
 /* Moves pieces, each at most once. Sets what was moved of each, and its error. */
-static void move_at_once(ring *r, piece *pieces, Py_ssize_t n)
+static void move_at_once(ring *r, piece *pieces, size_t n)
 {
     uint32_t *tail = word_of(r->submissions, r->p.sq_off.tail), start = *tail;
-    Py_ssize_t added = 0, ended = 0;
+    size_t added = 0, ended = 0;
     int failed = 0;
-    while (ended < (failed ? (Py_ssize_t)(taken(r) - start) : n)) {
+    while (ended < (failed ? taken(r) - start : n)) {
         while (!failed && added < n && added - ended < DEPTH)
             add(r, &pieces[added], added), added++;
         unsigned int waiting = failed ? 0 : *tail - taken(r);
@@ -197,13 +190,13 @@ static int may_differ(int error)
     return error == EINVAL || error == EAGAIN || error == EINTR || error == EOPNOTSUPP;
 }
 
-static void move_all(piece *pieces, Py_ssize_t n)
+void move_all(piece *pieces, size_t n)
 {
     ring *r = n > 1 ? own_ring() : NULL;
     if (r != NULL)
         move_at_once(r, pieces, n);
     for (piece *p = pieces; p < pieces + n; p++)
-        if (p->error ? may_differ(p->error) : p->moved < (size_t)p->view.len)
+        if (p->error ? may_differ(p->error) : p->moved < p->length)
             move(p);
 }
 
@@ -217,7 +210,7 @@ static const char *why_no_ring(void)
 
 #else
 
-static void move_all(piece *pieces, Py_ssize_t n)
+void move_all(piece *pieces, size_t n)
 {
     for (piece *p = pieces; p < pieces + n; p++)
         move(p);
@@ -231,7 +224,7 @@ static const char *why_no_ring(void)
 #endif
 
 /* Takes a tuple of fd, offset, buffer, and whether it is written. Returns -1 with an exception. */
-static int take(piece *p, PyObject *tuple)
+static int take(piece *p, Py_buffer *view, PyObject *tuple)
 {
     long long offset;
     PyObject *buffer;
@@ -241,13 +234,15 @@ static int take(piece *p, PyObject *tuple)
     }
     if (!PyArg_ParseTuple(tuple, "iLOp", &p->fd, &offset, &buffer, &p->write))
         return -1;
-    if (PyObject_GetBuffer(buffer, &p->view, p->write ? PyBUF_SIMPLE : PyBUF_WRITABLE))
+    if (PyObject_GetBuffer(buffer, view, p->write ? PyBUF_SIMPLE : PyBUF_WRITABLE))
         return -1;
     p->offset = (off_t)offset;
-    if (offset >= 0 && p->view.len <= INT32_MAX)
+    p->memory = view->buf;
+    p->length = (size_t)view->len;
+    if (offset >= 0 && view->len <= INT32_MAX)
         return 0;
-    PyErr_Format(PyExc_ValueError, "a piece of %zd bytes at %lld", p->view.len, offset);
-    PyBuffer_Release(&p->view);
+    PyErr_Format(PyExc_ValueError, "a piece of %zd bytes at %lld", view->len, offset);
+    PyBuffer_Release(view);
     return -1;
 }
 
@@ -260,15 +255,18 @@ static PyObject *move_files(PyObject *module, PyObject *list)
     Py_ssize_t n = PyList_Size(list), held = 0;
     PyObject *errors = NULL;
     piece *pieces = PyMem_Calloc((size_t)n + 1, sizeof *pieces);
-    if (pieces == NULL)
-        return PyErr_NoMemory();
+    Py_buffer *views = PyMem_Calloc((size_t)n + 1, sizeof *views);
+    if (pieces == NULL || views == NULL) {
+        PyErr_NoMemory();
+        goto end;
+    }
     for (; held < n; held++) {
         PyObject *each = PyList_GetItem(list, held);
-        if (each == NULL || take(&pieces[held], each))
+        if (each == NULL || take(&pieces[held], &views[held], each))
             goto end;
     }
     Py_BEGIN_ALLOW_THREADS
-    move_all(pieces, n);
+    move_all(pieces, (size_t)n);
     Py_END_ALLOW_THREADS
     errors = PyList_New(n);
     for (Py_ssize_t i = 0; errors != NULL && i < n; i++) {
@@ -278,7 +276,8 @@ static PyObject *move_files(PyObject *module, PyObject *list)
     }
 end:
     while (held--)
-        PyBuffer_Release(&pieces[held].view);
+        PyBuffer_Release(&views[held]);
+    PyMem_Free(views);
     PyMem_Free(pieces);
     return errors;
 }

@@ -6,10 +6,11 @@
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 
-/* Adds the functions of one file to the module. Each returns -1 with an exception, or 0. */
+/* Adds what one file has to the module. Each returns -1 with an exception, or 0. */
 int add_copies(PyObject *module);
 int add_files(PyObject *module);
 int add_index(PyObject *module);
+int add_io_queue(PyObject *module);
 int add_presence(PyObject *module);
 int add_slots(PyObject *module);
 

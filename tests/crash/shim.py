@@ -89,7 +89,7 @@ def _hook_device(steps: Steps) -> None:
     from kvstore.native import portable_files  # noqa: PLC0415
 
     # The C extension makes system calls of its own, which cannot be hooked.
-    native.move_files = portable_files.move_files
+    native.move_files, native.IOQueue = portable_files.move_files, native.PortableQueue
     pwritev, fdatasync = os.pwritev, os.fdatasync
 
     def shimmed_pwritev(fd: int, buffers: Sequence[memoryview], offset: int) -> int:

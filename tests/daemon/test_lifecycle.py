@@ -43,7 +43,7 @@ def hangs(call):
         return call(*arguments)
     return wait
 
-native.move_files = portable_files.move_files
+native.move_files, native.IOQueue = portable_files.move_files, native.PortableQueue
 os.preadv, os.pwritev, os.fdatasync = map(hangs, (os.preadv, os.pwritev, os.fdatasync))
 """
 

@@ -8,6 +8,8 @@ Ends with 1 and the seed at the first difference. Under a sanitizer, it ends at 
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import random
 import sys
 import time
@@ -17,7 +19,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from kvstore.columns import zeros
-from kvstore.native import _native, pieces
+from kvstore.native import END_OF_FILE, _native, pieces
 
 SIZES = (0, 1, 16, 240, 241, 1023, 1024, 1088, 2048, 4096, 65_536, 262_143, 262_144, 270_001, 1 << 20)
 MOST = 1 << 21
@@ -143,7 +145,61 @@ def misproves(dice: random.Random) -> str:
     return "read_slots has proved noise" if good else ""
 
 
-ALL = (differs, misreads, misproves)
+REGION = 5000
+
+
+def misqueues(dice: random.Random) -> str:
+    """What is wrong with batches of I/O that each move their own regions of a file; "" if nothing is."""
+    fd = os.memfd_create("fuzz")
+    try:
+        return _misqueues(dice, fd)
+    finally:
+        os.close(fd)
+
+
+def _misqueues(dice: random.Random, fd: int) -> str:
+    task_bytes = dice.choice((1, 100, 4096, 1 << 30))
+    numbers = dice.randint(1, 4), task_bytes, dice.randint(1, 300), dice.randint(1, 9)
+    queue, wanted = _native.IOQueue(*numbers), bytearray(dice.randbytes(60 * REGION))
+    os.pwrite(fd, wanted, 0)
+    batches: list[list[Any]] = []
+    reports: dict[int, list[Any]] = {}
+    regions = iter(range(60))
+
+    def transfer() -> Any:
+        at, write = REGION * next(regions), dice.random() < 0.5
+        where = dice.choice((at, at, at, at, 60 * REGION - 5, -1))
+        size = dice.choice((0, 1, 100, 4096, REGION)) if task_bytes > 1 else dice.randrange(200)
+        return dice.choice((fd, fd, fd, -1)), where, memory(dice, size), write and where == at
+
+    for _ in range(dice.randrange(12)):
+        batches.append([transfer() for _ in range(dice.randrange(6))])
+        queue.submit(batches[-1], len(batches) - 1, dice.random() < 0.5)
+        if dice.random() < 0.3 and len(reports) < len(batches):
+            reports.update([queue.next()])
+    if dice.random() < 0.2:
+        return ""  # what waits is dropped
+    queue.close()
+    while ended := queue.next():
+        reports.update([ended])
+    for number, batch in enumerate(batches):
+        refused = bool(batch) and [error for _, error in reports[number]] == [errno.EAGAIN] * len(batch)
+        for i, (file, at, buffer, write) in enumerate(batch):
+            error = errno.EINVAL if at < 0 else 0
+            if len(buffer) and not error:
+                ends_early = not write and at + len(buffer) > len(wanted)
+                error = errno.EBADF if file < 0 else END_OF_FILE if ends_early else 0
+            if not refused and dict(reports[number]).get(i, 0) != error:
+                return f"a transfer ended with {reports[number]}, not with {error}"
+            moved = not (refused or error)
+            if moved and write:
+                wanted[at : at + len(buffer)] = buffer.tobytes()
+            elif moved and buffer.tobytes() != wanted[at : at + len(buffer)]:
+                return "a transfer has read other bytes"
+    return "" if os.pread(fd, 2 * len(wanted), 0) == wanted else "the file has other bytes"
+
+
+ALL = (differs, misreads, misproves, misqueues)
 
 
 def main() -> int:

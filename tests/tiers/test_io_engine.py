@@ -13,6 +13,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ import pytest
 
 from kvstore import native
 from kvstore.errors import MisuseError, TierError
-from kvstore.native import portable_files
 from kvstore.tiers.base import OTHERS_EVERY, BlockIO, IOEngine
 from kvstore.tiers.nvme.io.bounce_buffers import BounceBufferEngine
 from kvstore.tiers.nvme.io.posix_engine import PosixEngine
@@ -276,30 +276,13 @@ class TestPosix(IOEngineContract):
     def make(self) -> IOEngine:
         return PosixEngine()
 
-    def test_several_pieces_are_one_task(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        tasks: list[int] = []
-
-        def spy(pieces: list[native.FilePiece], move: Any = native.move_files) -> Any:
-            tasks.append(len(pieces))
-            return move(pieces)
-
-        monkeypatch.setattr(native, "move_files", spy)
-        engine = PosixEngine(threads=2)
-        fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
-        blocks = [aligned(noise(ALIGN, seed)) for seed in range(300)]
-        assert run(engine, [BlockIO(fd, i * ALIGN, b, True) for i, b in enumerate(blocks)]) == [None] * 300
-        assert os.pread(fd, 300 * ALIGN, 0) == b"".join(blocks)
-        assert sorted(tasks) == [44, 64, 64, 64, 64]
-        os.close(fd)
-        engine.close()
-
 
 class TestSystemCalls(IOEngineContract):
     """Without the C extension."""
 
     @pytest.fixture(autouse=True)
     def portable(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(native, "move_files", portable_files.move_files)
+        monkeypatch.setattr(native, "IOQueue", native.PortableQueue)
 
     def make(self) -> IOEngine:
         return PosixEngine()
@@ -427,7 +410,7 @@ class TestSystemCalls(IOEngineContract):
             moved.append(sum(len(piece[2]) for piece in pieces))
             return [0] * len(pieces)
 
-        monkeypatch.setattr(native, "move_files", spy)
+        monkeypatch.setattr(native, "IOQueue", partial(native.PortableQueue, move=spy))
         engine = PosixEngine(threads=4)
         ios = [BlockIO(0, n << 20, aligned(pages * ALIGN), False) for n in range(blocks)]
         assert run(engine, ios) == [None] * blocks

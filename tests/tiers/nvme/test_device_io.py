@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore import arena
+from kvstore import arena, native
 from kvstore.core.actions import BlockIds, Copy, Where
 from kvstore.core.events import CORRUPT, FAILED, OK
 from kvstore.cuda.device import DeviceBuffer, Gpu, uuids
 from kvstore.errors import MisuseError, TierError
-from kvstore.tiers.base import BlockIO, Owner
+from kvstore.tiers.base import OTHERS_EVERY, BlockIO, Owner
 from kvstore.tiers.nvme.encryption import BlockCipher
 from kvstore.tiers.nvme.io.bounce_buffers import BounceBufferEngine
-from kvstore.tiers.nvme.io.posix_engine import Piece, PosixEngine
+from kvstore.tiers.nvme.io.posix_engine import PosixEngine
 from kvstore.tiers.nvme.io.transforms import DeviceIO, EncryptedIO, TagError
 from kvstore.tiers.nvme.journal import Namespace
 from kvstore.tiers.nvme.key_files import MasterKey
@@ -50,16 +50,21 @@ class Reaching(PosixEngine):
         super().__init__(threads=2)
         self.registered: list[int] = []
 
-    def _move(self, pieces: list[Piece]) -> list[OSError | None]:
-        return super()._move([(i, self._reached(io), start, stop) for i, io, start, stop in pieces])
+    def _make_queue(self, threads: int, task_bytes: int, queue_pieces: int) -> native.PortableQueue:
+        return native.PortableQueue(threads, task_bytes, queue_pieces, OTHERS_EVERY, self._move)
 
-    def _reached(self, io: BlockIO) -> BlockIO:
-        if not isinstance(io.buffer, DeviceBuffer):
-            return io
+    def _move(self, pieces: list[native.FilePiece]) -> list[int]:
+        return native.move_files(
+            [(fd, offset, self._reached(buffer), write) for fd, offset, buffer, write in pieces]
+        )
+
+    def _reached(self, buffer: Any) -> Any:
+        if not isinstance(buffer, DeviceBuffer):
+            return buffer
         self.straight += 1
-        io.buffer.gpu.select()
-        memory = (ctypes.c_char * io.buffer.nbytes).from_address(io.buffer.address)
-        return BlockIO(io.fd, io.offset, memoryview(memory).cast("B"), io.write)
+        buffer.gpu.select()
+        memory = (ctypes.c_char * buffer.nbytes).from_address(buffer.address)
+        return memoryview(memory).cast("B")
 
     def register(self, buffer: DeviceBuffer) -> None:
         self.registered.append(buffer.address)

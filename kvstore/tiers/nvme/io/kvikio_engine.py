@@ -1,8 +1,8 @@
 """Moves blocks between memory and files by kvikio: GPUDirect Storage where available, else its POSIX path.
 
-Queues and threads are those of the posix engine. Each of its pieces is one task of kvikio, which has threads
-of its own and no errno. kvikio needs libcuda: see `why_not`. With GPUDirect, GPU memory goes straight to the
-device, otherwise through kvikio's host buffers.
+The queue is the one in Python, the threads are those of the posix engine. Each piece is one task of kvikio,
+which has threads of its own and no errno. kvikio needs libcuda: see `why_not`. With GPUDirect, GPU memory
+goes straight to the device, otherwise through kvikio's host buffers.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from kvstore import native
 from kvstore.cuda.device import CudaError, DeviceBuffer
-from kvstore.tiers.base import BlockIO
-from kvstore.tiers.nvme.io.posix_engine import Piece, PosixEngine
+from kvstore.tiers.base import OTHERS_EVERY
+from kvstore.tiers.nvme.io.posix_engine import PosixEngine
 
 _log = logging.getLogger(__name__)
 
@@ -89,12 +90,15 @@ class KvikioEngine(PosixEngine):
         counted, self._counted = self._counted, 0
         _use(-counted)
 
-    def _move(self, pieces: list[Piece]) -> list[OSError | None]:
-        outcomes: list[OSError | None] = []
-        for _, io, start, stop in pieces:
-            outcome = None
+    def _make_queue(self, threads: int, task_bytes: int, queue_pieces: int) -> native.PortableQueue:
+        return native.PortableQueue(threads, task_bytes, queue_pieces, OTHERS_EVERY, self._move)
+
+    def _move(self, pieces: list[native.FilePiece]) -> list[native.Outcome]:
+        outcomes: list[native.Outcome] = []
+        for piece in pieces:
+            outcome: native.Outcome = 0
             try:
-                self._move_one(io, start, stop)
+                self._move_one(*piece)
             except OSError as error:
                 outcome = error.with_traceback(None)  # its frames hold the buffers
             except Exception as error:
@@ -102,11 +106,11 @@ class KvikioEngine(PosixEngine):
             outcomes.append(outcome)
         return outcomes
 
-    def _move_one(self, io: BlockIO, start: int, stop: int) -> None:
-        writable, file = self._file(io.fd)
-        if io.write and not writable:
+    def _move_one(self, fd: int, offset: int, part: Any, write: bool) -> None:
+        writable, file = self._file(fd)
+        if write and not writable:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-        part: Any = io.buffer[start:stop]
+        size = len(part)
         if isinstance(part, DeviceBuffer):
             try:
                 part.gpu.select()
@@ -114,14 +118,14 @@ class KvikioEngine(PosixEngine):
                 raise OSError(errno.EIO, str(error)) from None
         else:
             part = np.frombuffer(part, np.uint8)
-        call = file.pwrite if io.write else file.pread
+        call = file.pwrite if write else file.pread
         try:
             # The future does not keep the buffer alive, this frame does.
-            moved = call(part, stop - start, io.offset + start, task_size=stop - start).get()
+            moved = call(part, size, offset, task_size=size).get()
         except RuntimeError as error:
             raise _error(str(error)) from None
-        if moved != stop - start:
-            raise OSError(errno.EIO, f"the file ends at {io.offset + start + moved}")
+        if moved != size:
+            raise OSError(errno.EIO, f"the file ends at {offset + moved}")
 
     def _file(self, fd: int) -> tuple[bool, Any]:
         """Returns whether a descriptor is writable, and kvikio's file for it."""
