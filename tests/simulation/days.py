@@ -88,6 +88,9 @@ class _OldWorld(World):
             while self.loop.now < first + hour * _HOUR_S and self.step():
                 pass
             self._look()
+        self.ending = True
+        over = [task.done for engine in self.engines for task in engine.tasks]
+        self.go_on(lambda: all(done() for done in over), _HOUR_S * 24, "an engine does not end")
         self.come_to_rest()
 
     def _look(self) -> None:
