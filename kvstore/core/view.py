@@ -247,6 +247,10 @@ class TierView:
         """Returns the slot pool that owns an extent. None if the extent is unassigned or unknown."""
         return self._state.slots.classes.pool_at(extent)
 
+    def domains(self) -> set[int]:
+        """Returns the domains of the slot pools that have extents."""
+        return {pool.domain for pool in self._state.slots.classes}
+
     def has_slots(self, extents: U32, indexes: U32) -> npt.NDArray[np.bool_]:
         """Returns which of these places are slots."""
         return self._state.slots.classes.has(extents, indexes)

@@ -244,6 +244,22 @@ def test_every_setting_either_changes_or_is_named() -> None:
     assert "policy.eviction = arc" in changed
 
 
+# -- memory
+
+
+def test_threads_share_one_heap() -> None:
+    with LocalDaemon(WITH_NVME) as daemon, Client(daemon.url, deadline_s=5) as client:
+        ns, keys = client.namespace(new_layout()), names(100)
+        assert ns.put(keys, payloads(keys)).stored == 100
+        eventually(lambda: idle(client.status()))
+        maps = Path(f"/proc/{daemon.pid}/maps").read_text().splitlines()
+    spans = [[int(end, 16) for end in line.split()[0].split("-")] for line in maps]
+    # glibc reserves 64 MiB for the heap of a thread, aligned to as much.
+    heaps = [begin for begin, end in spans if begin % (64 << 20) == 0 and end - begin < 64 << 20]
+    reserved = {end for line, (_, end) in zip(maps, spans, strict=True) if line.split()[1] == "---p"}
+    assert not [begin for begin in heaps if begin + (64 << 20) in reserved]
+
+
 # -- scrubbing, for real
 
 

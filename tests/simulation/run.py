@@ -35,7 +35,6 @@ from tests.simulation.pool import Gpus
 from tests.simulation.seams import in_simulation
 
 KILL, POWER, STOP = "kill", "power cut", "stop"
-_AUDIT_EVERY = 25
 _AT_ONCE = 20_000  # callbacks at one time: more are a loop without end
 _REST_S = 400.0
 _FINGERPRINTS = [space.fingerprint for space in SPACES]
@@ -61,8 +60,10 @@ class Outcome:
 class World:
     """Everything of one run. `plain`: blocks leave by LRU, and all are written down, to `one_device`.
 
-    `chains`: no namespace is of independent blocks.
+    `chains`: no namespace is of independent blocks. An audit comes `audit_every` so many callbacks.
     """
+
+    audit_every = 25
 
     def __init__(
         self,
@@ -603,7 +604,7 @@ class World:
             self._look_at_generations(self._turns)
         if self.life is not None and self.life.stopped:
             self.crash(STOP)
-        if self.loop.steps % _AUDIT_EVERY == 0:
+        if self.loop.steps % self.audit_every == 0:
             for disk in self.disks.values():
                 disk.rot()
             if self.life is not None and self.life.up:

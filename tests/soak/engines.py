@@ -17,11 +17,17 @@ from tests.daemons import names, payload, payloads, room_for
 
 CHAIN = Layout(model="soak", block_bytes=64 << 10)
 STATES = Layout(model="soak", block_bytes=16 << 10, kind="independent")
-LONGEST = 48
-"""Blocks of the longest conversation."""
+LONGEST = 96
+"""Blocks of the longest conversation, without its system prompt."""
+
+_SYSTEMS, _SYSTEM_BLOCKS = 4, 6
+"""Conversations share system prompts."""
 
 _REPORT_EVERY_S = 1.0
-_STEPS = {"turn": 20, "hold": 3, "prefetch": 3, "abandon": 1, "invalidate": 1, "states": 4, "reconnect": 1}
+_STEPS = {
+    "turn": 20, "hold": 3, "prefetch": 3, "abandon": 1, "invalidate": 1, "states": 4, "reconnect": 1,
+    "delete_namespace": 1,
+}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -44,6 +50,7 @@ class Engine:
         # Tenants use the same keys for other bytes.
         self._salt = ord(tenant[0])
         self._lengths: dict[int, int] = {}
+        self._over: Counter[int] = Counter()
         self._conversations = 400
         self.report = Report(tenant)
 
@@ -65,15 +72,20 @@ class Engine:
         return self._client.namespace(layout)
 
     def _keys(self, grow: int = 0) -> list[bytes]:
-        """Returns the keys of a conversation, after it has grown. Those of low numbers are more likely."""
+        """Returns the keys of a conversation, after it has grown. Those of low numbers are more likely.
+
+        As in traces of production, most are short, a few are long, and many begin with the same blocks.
+        """
         number = min(int(self._dice.expovariate(1 / 60)), self._conversations - 1)
-        length = min(self._lengths.get(number, self._dice.randint(1, 12)) + grow, LONGEST)
+        first = min(int(self._dice.paretovariate(1.1)), LONGEST // 2)
+        length = min(self._lengths.get(number, first) + grow, LONGEST)
+        own = names(length, f"{number}/{self._over[number]}")
+        self._lengths[number] = length
         if length == LONGEST:
             # It is over. Another one gets its place.
-            self._lengths.pop(number, None)
-        else:
-            self._lengths[number] = length
-        return names(length, f"{number}")
+            del self._lengths[number]
+            self._over[number] += 1
+        return names(_SYSTEM_BLOCKS, f"system {number % _SYSTEMS}") + own
 
     def _turn(self) -> None:
         """A request: loads the longest stored prefix, and stores the rest."""
@@ -111,7 +123,7 @@ class Engine:
 
     def _invalidate(self) -> None:
         keys = self._keys()
-        self._space().invalidate(keys[self._dice.randrange(len(keys)) :])
+        self._space().invalidate(keys[self._dice.randrange(_SYSTEM_BLOCKS, len(keys)) :])
 
     def _states(self) -> None:
         """States of layers: independent blocks at the ends of prefixes."""
@@ -123,13 +135,27 @@ class Engine:
             elif not there:
                 space.put([keys[i]], payloads([keys[i]], STATES.block_bytes, self._salt))
 
+    def _delete_namespace(self) -> None:
+        """A namespace is deleted, and gets other bytes under the same keys."""
+        name, nbytes = f"deleted {self._dice.random()}", STATES.block_bytes
+        keys, out = names(4, name), room_for(4, nbytes)
+        with Client(*self._address, deadline_s=5.0, strict=True) as client:
+            space = client.namespace(Layout(model=name, block_bytes=nbytes))
+            space.put(keys, payloads(keys, nbytes, self._salt))
+            space.invalidate()
+            if space.get(keys, out):
+                self.report.wrong.append(f"{self.report.tenant} read a block of a deleted namespace")
+            space.put(keys, payloads(keys, nbytes, self._salt + 1))
+            self._compare(keys[: space.get(keys, out)], out, self._salt + 1)
+
     def _reconnect(self) -> None:
         self._client.close()
         self._client = Client(*self._address, deadline_s=5.0)
 
-    def _compare(self, keys: list[bytes], out: Any) -> None:
+    def _compare(self, keys: list[bytes], out: Any, salt: int | None = None) -> None:
+        salt = self._salt if salt is None else salt
         for key, block in zip(keys, out, strict=False):
-            if not np.array_equal(block, np.frombuffer(payload(key, len(block), self._salt), np.uint8)):
+            if not np.array_equal(block, np.frombuffer(payload(key, len(block), salt), np.uint8)):
                 self.report.wrong.append(f"{self.report.tenant} read other bytes of {key!r}")
 
 

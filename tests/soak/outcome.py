@@ -49,6 +49,12 @@ class Life:
             return 1.0
         return quantile(late, 0.99) / max(1.0, quantile(early, 0.99))
 
+    def p99s_ms(self) -> list[float]:
+        """Returns the p99 of gets in each eighth of the gets."""
+        step = max(1, -(-len(self.gets) // 8))
+        parts = [self.gets[at : at + step] for at in range(0, len(self.gets), step)]
+        return [quantile([ms for _, ms in part], 0.99) for part in parts]
+
 
 @dataclass(slots=True)
 class Outcome:
@@ -81,11 +87,13 @@ class Outcome:
         lines += [f"  operator: {name:<34}{count:>12,}" for name, count in sorted(self.done.items())]
         for number, life in enumerate(self.lives, 1):
             lines += [f"  life {number}: {_words(each)}" for each in growths(life.times_s, life.samples)]
-            lines.append(f"  life {number}: p99 of gets, late over early: {life.slower():.2f}")
+            p99s = " ".join(f"{ms:.0f}" for ms in life.p99s_ms())
+            lines.append(f"  life {number}: p99 of gets, late over early: {life.slower():.2f}; ms: {p99s}")
         lines += [f"FAILED: {text}" for text in self.failures]
         return "\n".join([*lines, *([] if self.failures else ["nothing was wrong, and nothing grew"])])
 
 
 def _words(growth: Growth) -> str:
-    an_hour = f"{growth.per_hour:+.1f} an hour, {growth.samples} samples"
+    within = f"{growth.least:+.1f} to {growth.most:+.1f}"
+    an_hour = f"{growth.per_hour:+.1f} an hour, 95 %: {within}, {growth.samples} samples"
     return f"{growth.figure} grew by {growth.grown:+.2f} ({an_hour})"

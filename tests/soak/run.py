@@ -7,6 +7,8 @@ import random
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,6 +20,8 @@ from tests.soak.operator import Operator
 from tests.soak.outcome import Life, Outcome, Plan
 from tests.soak.picture import write
 from tests.soak.samples import sample
+from tests.soak.vault import TENANT, Vault
+from tests.tiers.nvme.disks import Ext4
 
 _SAMPLE_EVERY_S = 1.0
 _ACT_EVERY_S, _KILL_ENGINE_EVERY_S = 12.0, 20.0
@@ -26,21 +30,39 @@ _ACT_EVERY_S, _KILL_ENGINE_EVERY_S = 12.0, 20.0
 def run(plan: Plan, out: Path | None, stream: TextIO) -> Outcome:
     """Runs the plan. Writes samples and a picture to the folder `out`, if there is one."""
     outcome = Outcome(plan)
-    with tempfile.TemporaryDirectory(prefix="kvstore-soak-") as raw:
+    with tempfile.TemporaryDirectory(prefix="kvstore-soak-") as raw, _second_disk(Path(raw), stream) as disk:
         folder = Path(raw)
-        with LocalDaemon(_settings(folder)) as daemon, Fleet(daemon.url, plan.rate, plan.seed) as fleet:
-            operator = Operator(daemon.url, folder / "shared", list(TENANTS), plan.seed)
+        settings = _settings(folder, disk or folder)
+        with (
+            LocalDaemon(settings, supervised=True) as daemon,
+            Fleet(daemon.url, plan.rate, plan.seed) as fleet,
+        ):
+            operator = Operator(daemon, folder, list(TENANTS), disk, plan.seed)
             watch = _Watch(daemon, folder, fleet, operator, outcome, stream)
             dice = random.Random(plan.seed)
             for number in range(plan.lives):
                 if number:
-                    watch.end_life(dice.choice(("killed", "stopped")))
+                    watch.end_life(dice.choice(("killed", "handed over", "stopped")))
                 watch.live(plan.life_s(number))
         outcome.done = operator.done
     outcome.judge()
     if out is not None:
         write(out, [(life.times_s, life.samples) for life in outcome.lives])
     return outcome
+
+
+@contextmanager
+def _second_disk(folder: Path, stream: TextIO) -> Iterator[Path | None]:
+    """Yields the folder of a small file system; None, and says so, if this user may not mount one."""
+    disk = Ext4(folder / "disk", 176 << 20)
+    if not disk.make():
+        print("no disk fills up: this user may not mount a file system", file=stream)
+        yield None
+        return
+    try:
+        yield disk.folder
+    finally:
+        disk.unmount()
 
 
 class _Watch:
@@ -61,6 +83,8 @@ class _Watch:
         self._operator = operator
         self._outcome = outcome
         self._stream = stream
+        self._vault = Vault(daemon.url)
+        self._vault.fill()
 
     def live(self, seconds: float) -> None:
         """Watches the daemon for one life."""
@@ -86,12 +110,25 @@ class _Watch:
                 print(f"\r{said}", end="", flush=True, file=self._stream)
             time.sleep(_SAMPLE_EVERY_S)
         acting.join()
+        self._look_into_vault("at the end of a life")
 
     def end_life(self, how: str) -> None:
-        """Ends the daemon in one of two ways, and starts it again."""
+        """Ends the daemon in one of three ways, and starts it again. Only a stop loses DRAM."""
         self._outcome.counts[f"daemons {how}"] += 1
-        self._daemon.kill() if how == "killed" else self._daemon.stop()
-        self._daemon.start()
+        if how == "handed over":
+            self._daemon.restart()
+        else:
+            self._daemon.kill() if how == "killed" else self._daemon.stop()
+            self._daemon.start()
+        if how == "stopped":
+            self._vault.fill()
+        else:
+            self._look_into_vault(f"after the daemon was {how}")
+
+    def _look_into_vault(self, when: str) -> None:
+        self._outcome.counts["looks into the vault"] += 1
+        if lost := self._vault.lost():
+            self._outcome.failures.append(f"{lost} blocks within a floor are lost {when}")
 
     def _collect(self, life: Life) -> None:
         for report in self._fleet.reports():
@@ -114,17 +151,22 @@ class _Watch:
         life.counters = dict(status["counters"])
 
 
-def _settings(folder: Path) -> dict[str, dict[str, Any]]:
-    """Returns the daemon's configuration: small tiers, which soon are full, as are the tables of blocks."""
+def _settings(folder: Path, second: Path) -> dict[str, dict[str, Any]]:
+    """Returns the daemon's configuration: small tiers, which soon are full, as are all tables.
+
+    `second`: where the second device has its folder.
+    """
     (folder / "shared").mkdir()
     settings: dict[str, dict[str, Any]] = {
         "dram": {"limit": "256MiB", "huge_pages": False},
         "nvme": {"path": folder / "nvme", "limit": "256MiB"},
-        "nvme.devices.nvme1": {"path": folder / "nvme1", "limit": "128MiB"},
+        "nvme.devices.nvme1": {"path": second / "nvme1", "limit": "128MiB"},
         "network": {"url": f"file://{folder / 'shared'}", "limit": "512MiB", "timeout": "500ms"},
+        "scrub": {"rate": "1MiB"},
+        "limits": {"namespaces_per_tenant": 32},
     }
-    for tenant in TENANTS:
+    for tenant in (*TENANTS, TENANT):
         digest = hashlib.sha256(token_of(tenant).encode()).hexdigest()
-        settings[f"tenants.{tenant}.dram"] = {"limit": "128MiB"}
-        settings[f"[tenants.{tenant}.tokens]"] = {"hash": f"sha256:{digest}", "role": "write"}
+        settings[f"tenants.{tenant}.dram"] = {"limit": "128MiB", "floor": "32MiB" if tenant == TENANT else 0}
+        settings[f"[tenants.{tenant}.tokens]"] = {"hash": f"sha256:{digest}", "role": "admin"}
     return settings

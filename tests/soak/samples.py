@@ -12,6 +12,7 @@ import numpy as np
 
 WARM_UP, WARM_UP_S = 0.4, 600.0
 """The share of a daemon's life in which it may grow, at most so many seconds: index and statistics fill."""
+_WINDOWS = 20
 LEAST_S = 120.0
 """A shorter life says nothing."""
 
@@ -24,12 +25,17 @@ SLACK = {
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """How much a figure grew within a life without its warm-up, by a line through its samples."""
+    """How much a figure grew within a life without its warm-up, by a line through its samples.
+
+    `least` and `most`: the bounds of its slope, an hour, to 95 %.
+    """
 
     figure: str
     grown: float
     seconds: float
     samples: int
+    least: float = 0.0
+    most: float = 0.0
 
     @property
     def per_hour(self) -> float:
@@ -74,15 +80,30 @@ def growths(times_s: Sequence[float], samples: Sequence[dict[str, float]]) -> li
         return []
     found = []
     for figure in SLACK:
-        slope = _slope(times, np.array([each[figure] for each in rest]))
+        values = np.array([each[figure] for each in rest])
         span = float(times[-1] - times[0])
-        found.append(Growth(figure, slope * span, span, len(rest)))
+        found.append(Growth(figure, slope(times, values) * span, span, len(rest), *_bounds(times, values)))
     return found
 
 
-def _slope(times: np.ndarray, values: np.ndarray) -> float:
+def slope(times: Sequence[float], values: Sequence[float]) -> float:
     """Returns the median of the slopes between samples (Theil-Sen): a few outliers do not change it."""
     step = max(1, len(times) // 400)
-    times, values = times[::step], values[::step]
-    i, j = np.triu_indices(len(times), 1)
-    return float(statistics.median(((values[j] - values[i]) / (times[j] - times[i])).tolist()))
+    x, y = np.array(times[::step]), np.array(values[::step])
+    i, j = np.triu_indices(len(x), 1)
+    return float(statistics.median(((y[j] - y[i]) / (x[j] - x[i])).tolist()))
+
+
+def _bounds(times: np.ndarray, values: np.ndarray) -> tuple[float, float]:
+    """Returns the bounds of the slope to 95 %, an hour (Sen, 1968), by the medians of windows.
+
+    Samples of one window are no independent ones: policies and quotas stay for a while.
+    """
+    parts = np.array_split(np.arange(len(times)), min(_WINDOWS, len(times)))
+    x = np.array([np.median(times[part]) for part in parts])
+    y = np.array([np.median(values[part]) for part in parts])
+    i, j = np.triu_indices(n := len(x), 1)
+    slopes = np.sort((y[j] - y[i]) / (x[j] - x[i])) * 3600
+    off = 1.96 * float(np.sqrt(n * (n - 1) * (2 * n + 5) / 18))
+    first, last = int((len(slopes) - off) / 2), int((len(slopes) + off) / 2)
+    return float(slopes[max(first, 0)]), float(slopes[min(last, len(slopes) - 1)])

@@ -8,8 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.daemons import names, payloads
-from tests.soak.engines import Engine
+from kvstore import Client
+from kvstore.lab.local_daemon import LocalDaemon
+from tests.daemons import SMALL, names, payloads
+from tests.soak import vault
+from tests.soak.engines import CHAIN, Engine
 from tests.soak.outcome import Life, Outcome, Plan
 from tests.soak.run import run
 from tests.soak.samples import SLACK, growths
@@ -36,6 +39,13 @@ def test_a_slow_leak_is_found_within_an_hour() -> None:
     for mib_per_hour, leaks in ((0.0, []), (20.0, ["anonymous_mib"])):
         life = life_of(mib_per_hour / 3600, noise=1.0, seconds=1800, jumps=20.0)
         assert [each.figure for each in growths(life.times_s, life.samples) if each.is_leak] == leaks
+
+
+@pytest.mark.parametrize("mib_per_hour", [0.0, 20.0])
+def test_a_slope_is_within_its_bounds(mib_per_hour: float) -> None:
+    life = life_of(mib_per_hour / 3600, noise=1.0, seconds=1800)
+    [growth] = [each for each in growths(life.times_s, life.samples) if each.figure == "anonymous_mib"]
+    assert growth.least < mib_per_hour < growth.most < growth.least + 3
 
 
 @pytest.mark.parametrize(("lives", "seconds"), [(1, [600]), (2, [300, 300]), (4, [300, 100, 100, 100])])
@@ -73,3 +83,16 @@ def test_other_bytes_are_seen() -> None:
     out[1, 5] ^= 1
     engine._compare(keys, out)
     assert len(engine.report.wrong) == 1
+
+
+def test_a_lost_block_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vault, "_WITHIN_S", 0.5)
+    with (
+        LocalDaemon(SMALL) as daemon,
+        Client(daemon.url, vault.token_of(vault.TENANT), deadline_s=10) as client,
+    ):
+        kept = vault.Vault(daemon.url)
+        kept.fill()
+        assert kept.lost() == 0
+        assert client.namespace(CHAIN).invalidate(vault.KEYS[60:]) == 4
+        assert kept.lost() == 4

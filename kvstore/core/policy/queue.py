@@ -83,6 +83,7 @@ class Segments:
         self._owner = np.zeros(64, np.int32)
         self._lengths = np.zeros(64, np.int64)
         self._queues = 1
+        self._spare_queues: list[int] = []
         self._known = 0
         self._room = 0
 
@@ -141,11 +142,18 @@ class Segments:
 
     def _enlist(self) -> int:
         """Returns a number for a new queue."""
+        if self._spare_queues:
+            return self._spare_queues.pop()
         number = self._queues
         self._queues += 1
         if self._queues > len(self._lengths):
             self._lengths = np.concatenate((self._lengths, np.zeros_like(self._lengths)))
         return number
+
+    def _delist(self, number: int) -> None:
+        """Makes the number of a queue that is gone available. Only segments without live entries have it."""
+        if not self._lengths[number]:
+            self._spare_queues.append(number)
 
     def _open(self, queue: Queue, wanted: int) -> Segment:
         """Returns a new segment of a queue, not linked yet, for up to `wanted` entries."""
@@ -259,6 +267,9 @@ class Queue:
         self.number = segments._enlist()
         self._coldest: Segment | None = None
         self._recent: Segment | None = None
+
+    def __del__(self) -> None:
+        self._segments._delist(self.number)
 
     def __len__(self) -> int:
         return int(self._segments._lengths[self.number])

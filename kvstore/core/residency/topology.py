@@ -21,6 +21,8 @@ from kvstore.core.reuse.ghosts import Ghosts
 from kvstore.core.reuse.reuse import Reuse
 from kvstore.types import Tier
 
+_POLICIES_KEPT = 16
+
 
 @dataclass(slots=True)
 class PolicyGeneration:
@@ -132,8 +134,18 @@ class Topology:
         """Returns the policy of a pool. Makes one if there is none."""
         state = self.tiers[tier]
         if pool not in state.policies:
+            self._drop_policies_without_slots(state)
             state.policies[pool] = self.make_policy(tier, pool, state.generation)
         return state.policies[pool]
+
+    def _drop_policies_without_slots(self, state: TierState) -> None:
+        """Drops policies of pools without extents if they are many: pools come and go with domains and sizes.
+
+        A change of policy has a list of the pools, so none is dropped meanwhile.
+        """
+        pools = state.slots.classes
+        if state.old_generation is None and len(state.policies) > 2 * len(pools) + _POLICIES_KEPT:
+            state.policies = {pool: policy for pool, policy in state.policies.items() if pool in pools}
 
     def new_generation(self, make: Factory) -> PolicyGeneration:
         """Returns a policy generation without policies."""

@@ -216,6 +216,7 @@ class NamespaceCatalog:
         owner = self._authenticator.name(namespace.tenant)
         namespace.readers = names
         namespace.domain = self._domains.of(namespace.tenant, owner, names)
+        self._domains.tidy(self._domains_in_use)
         self.record(namespace)
         # A tenant that may no longer read must not learn of new blocks.
         self.on_closed(namespace.number, namespace.tenant)
@@ -224,6 +225,9 @@ class NamespaceCatalog:
             EntryKind.PUBLISHED, tenant=owner, namespace=namespace.fingerprint.hex(), detail=detail
         )
         self._durable.ask(requester, request, ev.Publish(0, namespace.number, namespace.domain))
+
+    def _domains_in_use(self) -> set[int]:
+        return {each.domain for each in self._namespaces} | self._core.view.tiers[0].domains()
 
     # -- closing
 

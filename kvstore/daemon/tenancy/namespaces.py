@@ -7,7 +7,7 @@ until a connection uses it again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from blake3 import blake3
@@ -18,6 +18,8 @@ from kvstore.types import Layout
 _MOST_NUMBERS = 1 << 16
 _FIRST_SHARED = 1 << 16
 _DEFAULT = "default"
+_UNUSED_KEPT = 1024
+"""Domains that no namespace has any more. A copy that was requested for one may still need it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -183,6 +185,7 @@ class Domains:
 
     def __init__(self) -> None:
         self._last = _FIRST_SHARED - 1
+        self._tidy_at = 2 * _UNUSED_KEPT
         self._tenants: dict[bytes, int] = {}
         self._numbers: dict[bytes, int] = {}
         self._tags: dict[int, bytes] = {}
@@ -204,6 +207,16 @@ class Domains:
             self._numbers[tag] = self._last
             self._tags[self._last] = tag
         return self._numbers[tag]
+
+    def tidy(self, in_use: Callable[[], set[int]]) -> None:
+        """If there are many domains, forgets those that are not `in_use`, but for the latest."""
+        if len(self._numbers) < self._tidy_at:
+            return
+        used = in_use() | set(range(self._last - _UNUSED_KEPT, self._last + 1))
+        for tag, number in list(self._numbers.items()):
+            if number >= _FIRST_SHARED and number not in used:
+                del self._numbers[tag], self._tags[number]
+        self._tidy_at = 2 * (len(self._numbers) + _UNUSED_KEPT)
 
     def owner(self, domain: int) -> tuple[int, bytes]:
         """Returns the tenant and the tag of a domain. A domain without extents in DRAM has an empty tag."""

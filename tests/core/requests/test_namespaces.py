@@ -10,6 +10,7 @@ import pytest
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.placement import Limits
+from kvstore.core.policy import POLICIES
 from tests.core.world import World, joined
 
 A, B, C = 1, 2, 3
@@ -162,3 +163,18 @@ def test_a_lowered_limit_closes_as_many_as_are_too_many() -> None:
         w.open(number, tenant=A)
     w.p.limits.namespaces_per_tenant = 2
     assert opening(w, NEXT) == (True, [11, 12, 13, 14])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_pools_that_come_and_go_leave_nothing_behind(policy: str) -> None:
+    world = World(dram=3, nvme=2, policy=policy)
+    world.open(1)
+    tier = world.p.residency.tiers[0]
+    for i in range(120):
+        world.publish(1, 70000 + i)
+        world.put(1, 1, [b"%016d" % i])
+        world.finish_all()
+        assert len(tier.policies) <= 2 * len(tier.slots.classes) + 17
+    segments = tier.generation.segments
+    assert segments._queues < 100, "queues have numbers of their own"
+    assert len(segments._all) < 100

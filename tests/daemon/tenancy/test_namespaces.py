@@ -9,10 +9,12 @@ import lmdb
 import pytest
 
 from kvstore import Client
+from kvstore.daemon.tenancy import namespaces
 from kvstore.errors import DeniedError
 from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.types import Layout
 from kvstore.wire import messages as m
+from tests.daemon.runtime.test_executor import WHO, Asker, Node, on_node
 from tests.daemons import SMALL, WITH_NVME, Peer, eventually, got, names, new_layout, payloads
 
 KEYS = names(3)
@@ -145,3 +147,27 @@ def test_a_waiter_for_the_first_block_keeps_a_namespace_open(small: LocalDaemon)
         assert isinstance(granted, m.Granted)
         assert granted.id == 7
         assert len(granted.slots) == 3 * 24
+
+
+def test_domains_of_readers_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(namespaces, "_UNUSED_KEPT", 16)
+
+    async def work(node: Node) -> None:
+        domains = node.daemon.catalog._domains
+        for i in range(200):
+            asker = Asker()
+            node.daemon.catalog.publish(asker, 0, node.space, [f"reader{i}"])
+            await asker.answered
+            if i == 0:
+                first = node.space.domain
+                second, _ = node.daemon.catalog.open(WHO, Layout("second", SIZE))
+                assert second is not None
+                node.daemon.catalog.publish(Asker(), 0, second, ["somebody"])
+        assert len(domains._numbers) == len(domains._tags) < 60
+        assert domains.owner(first) == (first, b""), "nobody has it any more"
+        for used in (node.space.domain, second.domain):
+            tag = domains.owner(used)[1]
+            assert len(tag) == 16
+            assert domains.by_tag(tag) == (0, used)
+
+    on_node(None, work)
