@@ -62,7 +62,7 @@ class Slices:
                 self._add_older(kind, rows[some], last_used[some], now)
                 continue
             if latest < 0 or now - self.since[latest] > _SPAN_S:
-                latest = self._latest[kind] = self._new(kind, first)
+                latest = self._latest[kind] = self._new(kind, first, now)
             self.queue(latest).append(rows[some])
 
     def _add_older(self, kind: int, rows: Rows, last_used: Floats, now: float) -> None:
@@ -78,11 +78,15 @@ class Slices:
         ages = np.floor(np.log1p(_BLUR * (now - last_used) / _SPAN_S) / _BLUR)
         for age in distinct(ages[~near]):
             some = ~near & (ages == age)
-            self.queue(self._new(kind, float(last_used[some].min()))).append(rows[some])
+            self.queue(self._new(kind, float(last_used[some].min()), now)).append(rows[some])
 
     # -- slices come and go
 
-    def _new(self, kind: int, since: float) -> int:
+    def _new(self, kind: int, since: float, now: float) -> int:
+        if not self._free:
+            # A pool that evicts nothing has no other occasion.
+            self._drop_empty()
+            self.tidy(now)
         if not self._free:
             n = len(self._queues)
             self.kind = np.concatenate((self.kind, np.full(n, -1)))
@@ -96,6 +100,12 @@ class Slices:
             self._queues[number] = queue = Queue(self._segments)
             self.numbers[number] = queue.number
         return number
+
+    def _drop_empty(self) -> None:
+        numbers = np.flatnonzero(self.kind >= 0)
+        lengths = self._segments.lengths(self.numbers[numbers].astype(np.int32))
+        for number in numbers[lengths == 0].tolist():
+            self.drop(number)
 
     def drop(self, number: int) -> None:
         """Removes an empty slice."""

@@ -446,3 +446,15 @@ def test_a_favoured_block_is_explained_by_its_class() -> None:
     assert isinstance(hazard, Hazard)
     plain, favoured = hazard.explain(array(0, 1), 1.0)
     assert plain.split(":")[0] == favoured.split(":")[0] == "used once, stored with many others"
+
+
+def test_a_pool_that_evicts_nothing_has_few_slices() -> None:
+    tier = Tier(100)
+    policy = tier.told("hazard")
+    policy.insert(array(*range(100)), 0.0)
+    for second in range(3000):
+        policy.touch(array(second % 100), 2.0 * second)
+    hazard = policy.policy
+    assert isinstance(hazard, Hazard)
+    assert len(hazard._slices._queues) <= 512
+    assert sorted(policy.coldest(100).tolist()) == list(range(100)), "none got lost"
