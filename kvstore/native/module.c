@@ -3,8 +3,10 @@
 
 static int fill(PyObject *module)
 {
-    return add_copies(module) || add_files(module) || add_index(module) || add_presence(module) || add_slots(module) ? -1
-                                                                                                                  : 0;
+    return add_copies(module) || add_files(module) || add_index(module) || add_presence(module) || add_records(module) ||
+                   add_slots(module)
+               ? -1
+               : 0;
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, fill}, {0, NULL}};

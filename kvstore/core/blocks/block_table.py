@@ -93,19 +93,21 @@ class Blocks:
                 np.arange(self._fresh, self._fresh + n - reused, dtype=np.int64),
             )
         )
+        at: Picked = rows if reused else slice(self._fresh, self._fresh + n)
         self._fresh += n - reused
         words = keys.words
         if len(words) > n:
             words = words[which[:n]]
-        self.words[rows] = 0
-        self.words[rows, : words.shape[1]] = words
-        self.key_bytes[rows] = keys.size
-        self.namespace[rows] = namespace
+        if reused:
+            self.words[rows] = 0
+        self.words[at, : words.shape[1]] = words
+        self.key_bytes[at] = keys.size
+        self.namespace[at] = namespace
         self.rows_in[namespace] += n
-        self.state[rows] = RESERVED
-        self.offered[rows] = False
-        self.parent[rows] = -1
-        self.slot[:, rows] = -1
+        self.state[at] = RESERVED
+        self.offered[at] = False
+        self.parent[at] = -1
+        self.slot[:, at] = -1
         return rows
 
     def give_back(self, rows: Rows) -> None:

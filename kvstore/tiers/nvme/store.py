@@ -195,9 +195,9 @@ class RecordStore:
                     if found is not None and len(found) == _EPOCH_BYTES:
                         namespaces[number] = replace(each, epoch=found)
                 extents, bad_extents = self._decoded(txn.cursor(tables["extents"]), unpack_extent)
-                slots = txn.cursor(tables["slots"])
-                count = sum(1 for _ in slots.iternext(values=False))  # LMDB's own number may be damaged
-                blocks, damaged = unpack(slots.iternext(keys=True, values=True), count)
+            # A million records are not copied to be decoded.
+            with self._turn, self._env.begin(buffers=True) as txn:
+                blocks, damaged = unpack(txn.cursor(tables["slots"]))
         except lmdb.Error as error:
             raise _unusable(self._folder, error) from error
         damaged.others = bad_namespaces + bad_extents
