@@ -162,7 +162,7 @@ def _words(column: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
 
 
 def _keys(column: npt.NDArray[np.uint8], which: Picked, size: int) -> Keys:
-    return Keys(np.ascontiguousarray(column[which, :size]).tobytes(), size)
+    return Keys(np.ascontiguousarray(column[which, :size]).reshape(-1).data, size)
 
 
 def _rows_for(r: Residency, namespace: int, keys: Keys) -> Rows:
