@@ -231,12 +231,13 @@ static PyObject *records_take(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "O!y*nO!", &PyList_Type, &pairs, &rows, &width, &PyTuple_Type, &into))
         return NULL;
     size_t n = (size_t)rows.len / sizeof(int64_t);
-    for (; open < COLUMNS; open++) {
-        PyObject *column = PyTuple_GetItem(into, open);
-        if (column == NULL || PyObject_GetBuffer(column, &views[open], PyBUF_WRITABLE))
+    for (int i = 0; i < COLUMNS; i++) {
+        PyObject *column = PyTuple_GetItem(into, i);
+        if (column == NULL || PyObject_GetBuffer(column, &views[i], PyBUF_WRITABLE))
             goto end;
-        if ((size_t)views[open].len != n * (item_bytes[open] ? item_bytes[open] : (size_t)width)) {
-            PyErr_Format(PyExc_ValueError, "column %d has %zd bytes for %zu rows", open, views[open++].len, n);
+        open++;
+        if ((size_t)views[i].len != n * (item_bytes[i] ? item_bytes[i] : (size_t)width)) {
+            PyErr_Format(PyExc_ValueError, "column %d has %zd bytes for %zu rows", i, views[i].len, n);
             goto end;
         }
     }
