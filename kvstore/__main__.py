@@ -1,5 +1,7 @@
 """The `kvstore` command, which is also `python -m kvstore`."""
 
+import gc
+import os
 import sys
 from pathlib import Path
 
@@ -21,6 +23,10 @@ def main() -> None:
 
 
 def _serve(config: Path | None) -> None:
+    # Imports make no garbage to speak of. The daemon enables the collector again.
+    gc.disable()
+    # Pydantic would look for plug-ins in all packages that are installed beside kvstore.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     from kvstore.daemon.main import run  # noqa: PLC0415
     from kvstore.errors import KVStoreError, for_terminal  # noqa: PLC0415
 

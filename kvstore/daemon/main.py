@@ -94,8 +94,9 @@ async def _serve(settings: LiveConfig, given: Mapping[str, int], introduce: Call
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    # Recovery makes millions of short-lived objects without cycles.
+    # Recovery makes many short-lived objects without cycles. Modules are permanent.
     gc.disable()
+    gc.freeze()
     listener, ours = _listener(config, given)
     listeners = [listener]
     own_paths = [(config.daemon.socket, identity(config.daemon.socket))] if ours else []
