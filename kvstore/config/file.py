@@ -168,7 +168,7 @@ class Source:
         """Returns the validated effective configuration. Raises ConfigError for the first invalid key."""
         try:
             # An absent section is an empty one. As a default, its class would be compiled by itself too.
-            return Config.model_validate(dict.fromkeys(Config.model_fields, {}) | self.effective)
+            return Config.model_validate({key: {} for key in Config.model_fields} | self.effective)
         except ValidationError as e:
             # A missing key may be misspelled: the unknown key is the better message.
             error = min(e.errors(), key=lambda error: error["type"] == "missing")

@@ -15,7 +15,7 @@ from kvstore.native.mixing import MIX
 
 Page: TypeAlias = tuple[Any, Any]
 """The key and the value of a page, as buffers."""
-Columns: TypeAlias = Sequence[npt.NDArray[Any]]
+Columns: TypeAlias = tuple[npt.NDArray[Any], ...]
 
 NUMBERS = [("ns", "<u4"), ("length", "<u4"), ("version", "<u8"), ("checksum", "<u8"), ("stored_at", "<f8")]
 FIXED = [*NUMBERS, ("check", "<u8"), ("key_bytes", "u1"), ("parent_bytes", "u1"), ("zeros", "u1", 6)]
@@ -76,7 +76,8 @@ def records_find(
         number = (some[:, None] * PAGE_SLOTS + np.arange(PAGE_SLOTS)).reshape(-1)
         which = number[good]
         found.append(which)
-        rows[which], stored_at[which], version[which] = which, table["stored_at"][good], table["version"][good]
+        rows[which], stored_at[which] = which, table["stored_at"][good]
+        version[which] = table["version"][good]
         lost = ~good & table.view(np.uint64).reshape(len(table), -1).any(axis=1)
         bad += (extent[lost].astype(np.uint64) << np.uint64(32) | index[lost]).tolist()
     which = np.sort(np.concatenate(found))
@@ -86,7 +87,7 @@ def records_find(
 
 
 def records_take(pages: list[Page], rows: npt.NDArray[np.int64], width: int, columns: Columns) -> None:
-    """Writes the records of these numbers to the columns of `kvstore.tiers.nvme.records.Blocks`, in its order.
+    """Writes the records of these numbers to the columns of `kvstore.tiers.nvme.records.Blocks`.
 
     Keys are padded with zeros to `width` bytes. IndexError for a number of no page.
     """

@@ -29,10 +29,11 @@ def restore(leases: LeaseTable, event: ev.Restore, write_down: bool) -> None:
     event = event.only(_own(leases, event))
     taken = np.full(len(event.namespace), -1, np.int64)
     r.index.make_room(len(taken))
-    for namespace, size, which in _groups(event):
-        rows = taken[which] = _rows_for(r, namespace, _keys(event.keys, which, size))
+    for namespace, size, group in _groups(event):
+        rows = taken[group] = _rows_for(r, namespace, _keys(event.keys, group, size))
+        which = group
         if rows.min() < 0:
-            which, rows = np.arange(len(taken))[which][rows >= 0], rows[rows >= 0]
+            which, rows = np.arange(len(taken))[group][rows >= 0], rows[rows >= 0]
         slots = table.classes.slots_at(
             event.extent[which].astype(np.int64), event.index[which].astype(np.int64)
         )
