@@ -21,6 +21,11 @@ class KVStoreError(Exception):
         self.hint = hint
 
 
+def for_terminal(error: KVStoreError) -> str:
+    """Returns what a command prints when an error ends it."""
+    return "error: " + "\n".join(map(printable, str(error).splitlines()))
+
+
 class ConfigError(KVStoreError):
     """The configuration contains an unusable value, or its file cannot be read."""
 

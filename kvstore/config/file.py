@@ -53,16 +53,16 @@ class Config(Section):
     """All sections. Immutable; made by `load`, `parse` or `Source.config`."""
 
     daemon: Daemon = Field(default_factory=Daemon)
-    dram: Dram = Dram()
-    nvme: Nvme = Nvme()
-    hbm: Hbm = Hbm()
-    network: Network = Network()
-    events: Events = Events()
-    tracing: Tracing = Tracing()
-    policy: Policy = Policy()
-    scrub: Scrub = Scrub()
-    limits: Limits = Limits()
-    encryption: Encryption = Encryption()
+    dram: Dram = Field(default_factory=Dram)
+    nvme: Nvme = Field(default_factory=Nvme)
+    hbm: Hbm = Field(default_factory=Hbm)
+    network: Network = Field(default_factory=Network)
+    events: Events = Field(default_factory=Events)
+    tracing: Tracing = Field(default_factory=Tracing)
+    policy: Policy = Field(default_factory=Policy)
+    scrub: Scrub = Field(default_factory=Scrub)
+    limits: Limits = Field(default_factory=Limits)
+    encryption: Encryption = Field(default_factory=Encryption)
     admin: Admin = Field(default_factory=Admin)
     tenants: Annotated[dict[TenantName, Tenant], Field(max_length=4096, examples=["team-a"]), LIVE] = {}
 
@@ -167,7 +167,8 @@ class Source:
     def config(self) -> Config:
         """Returns the validated effective configuration. Raises ConfigError for the first invalid key."""
         try:
-            return Config.model_validate(self.effective)
+            # An absent section is an empty one. As a default, its class would be compiled by itself too.
+            return Config.model_validate({key: {} for key in Config.model_fields} | self.effective)
         except ValidationError as e:
             # A missing key may be misspelled: the unknown key is the better message.
             error = min(e.errors(), key=lambda error: error["type"] == "missing")

@@ -94,7 +94,9 @@ FileMode = Annotated[int, Field(ge=0, le=0o777), Notation(FILE_MODE)]
 class Section(BaseModel):
     """Base of sections: frozen, with strict types and no unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, validate_default=True, defer_build=True
+    )
 
 
 def section_in(annotation: Any) -> type[Section] | None:

@@ -132,11 +132,11 @@ class Tenant(Section):
     A tenant without namespaces changes at run time. Any other tenant needs a restart, which deletes its
     blocks on NVMe.
     """
-    dram: TierQuota = TierQuota()
+    dram: TierQuota = Field(default_factory=TierQuota)
     """Quota in DRAM"""
-    nvme: TierQuota = TierQuota()
+    nvme: TierQuota = Field(default_factory=TierQuota)
     """Quota on all NVMe devices together"""
-    hbm: TierQuota = TierQuota()
+    hbm: TierQuota = Field(default_factory=TierQuota)
     """Quota in the pool of each GPU"""
     tokens: Annotated[tuple[Token, ...], Field(strict=False)] = ()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 
-from kvstore.native import portable, portable_files, portable_index, portable_presence
+from kvstore.native import portable, portable_files, portable_index, portable_presence, portable_records
 from kvstore.native.mixing import splitmix
 from kvstore.native.pieces import PIECE, pieces, whole
 from kvstore.native.portable import copied
@@ -33,6 +33,7 @@ except ImportError as error:
     index_add, index_find = portable_index.index_add, portable_index.index_find
     index_remove = portable_index.index_remove
     presence_set = portable_presence.presence_set
+    records_find, records_take = portable_records.records_find, portable_records.records_take
     presence = places = read_slots = None
 else:
     IMPLEMENTATION, WHY_NOT = f"native, {_native.instruction_set()}", ""
@@ -41,6 +42,7 @@ else:
     IOQueue = _native.IOQueue
     index_add, index_find, index_remove = _native.index_add, _native.index_find, _native.index_remove
     presence_set = _native.presence_set
+    records_find, records_take = _native.records_find, _native.records_take
     presence, places, read_slots = _native.presence, _native.places, _native.read_slots
     # Its sum is that of both sides: each byte is read once.
     copy_in = copy_out = _native.copy_and_sum
@@ -69,6 +71,8 @@ __all__ = [
     "presence_hash",
     "presence_set",
     "read_slots",
+    "records_find",
+    "records_take",
     "splitmix",
     "sums",
     "whole",

@@ -33,7 +33,7 @@ def records(folder: Path) -> list[Record]:
             table = env.open_db(b"slots", txn, create=False)
         except lmdb.NotFoundError:
             return []
-        blocks, damaged = unpack(txn.cursor(table), txn.stat(table)["entries"])
+        blocks, damaged = unpack(txn.cursor(table))
     assert not len(damaged), f"{len(damaged)} records in {folder} do not match their checks"
     return [
         Record(key.tobytes()[:key_bytes], extent, index * slot_bytes(length), length)
@@ -45,7 +45,7 @@ def records(folder: Path) -> list[Record]:
             blocks.length.tolist(),
             strict=True,
         )
-    ]
+    ][::-1]
 
 
 def used_bytes(found: list[Record]) -> int:

@@ -49,7 +49,7 @@ def records(disk: Disk) -> dict[Who, Record]:
 
 
 def _read(disk: Disk) -> dict[Who, Record]:
-    blocks, damaged = unpack(disk.tables["slots"].items(), len(disk.tables["slots"]))
+    blocks, damaged = unpack(disk.tables["slots"].items())
     assert not len(damaged)
     spaces = fingerprints(disk)
     found = {}

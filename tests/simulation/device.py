@@ -338,7 +338,7 @@ class SimStore:
 
     def load(self) -> Loaded:
         tables = self._disk.tables
-        blocks, damaged = unpack(sorted(tables["slots"].items()), len(tables["slots"]))
+        blocks, damaged = unpack(sorted(tables["slots"].items()))
         namespaces = {
             ID.unpack(key)[0]: Namespace(*msgpack.unpackb(value))
             for key, value in sorted(tables["namespaces"].items())

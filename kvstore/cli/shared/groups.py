@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from kvstore.cli.shared.output import decorated
-from kvstore.errors import KVStoreError, MisuseError, printable
+from kvstore.errors import KVStoreError, MisuseError, for_terminal
 
 EXAMPLE = "\n\nExample: "
 """What stands before the example in the help of a command: a paragraph of its own."""
@@ -93,8 +93,7 @@ def _choose_markup(command: Any) -> None:
 
 def _ended(error: KVStoreError) -> Exception:
     """Prints an error. Returns the exception that ends the process with 2."""
-    text = "\n".join(map(printable, str(error).splitlines()))
-    typer.echo(f"error: {text}", err=True)
+    typer.echo(for_terminal(error), err=True)
     return typer.Exit(2)
 
 

@@ -98,21 +98,22 @@ class Blocks:
                 np.arange(self._fresh, self._fresh + n - reused, dtype=np.int64),
             )
         )
+        at: Picked = rows if reused else slice(self._fresh, self._fresh + n)
         self._fresh += n - reused
         words = keys.words
         if len(words) > n:
             words = words[which[:n]]
-        self._set_words(rows, words)
-        self.key_bytes[rows] = keys.size
-        self.namespace[rows] = namespace
+        self._set_words(at, words)
+        self.key_bytes[at] = keys.size
+        self.namespace[at] = namespace
         self.rows_in[namespace] += n
-        self.state[rows] = RESERVED
-        self.offered[rows] = False
-        self.parent[rows] = -1
-        self.slot[:, rows] = -1
+        self.state[at] = RESERVED
+        self.offered[at] = False
+        self.parent[at] = -1
+        self.slot[:, at] = -1
         return rows
 
-    def _set_words(self, rows: Rows, words: npt.NDArray[np.uint64]) -> None:
+    def _set_words(self, rows: Picked, words: npt.NDArray[np.uint64]) -> None:
         width = words.shape[1]
         self._has_long_keys |= width > _HALF_WORDS
         if width == _HALF_WORDS:

@@ -80,6 +80,8 @@ class Index:
 
     def find_each(self, namespace: int, keys: Keys) -> Rows:
         """Returns the same by the table alone."""
+        if not self.count:
+            return np.full(keys.n, -1)
         info, words = namespace | keys.size << 16, keys.words
         found = np.empty(keys.n, np.int64)
         index_find(self._table.parts, words, info, found)

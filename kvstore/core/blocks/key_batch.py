@@ -13,7 +13,7 @@ class Keys:
 
     __slots__ = ("_words", "n", "raw", "size")
 
-    def __init__(self, raw: bytes, size: int) -> None:
+    def __init__(self, raw: bytes | memoryview, size: int) -> None:
         self.raw = raw
         self.size = size
         self.n = len(raw) // size
@@ -23,7 +23,7 @@ class Keys:
         return self.n
 
     def __getitem__(self, i: int) -> bytes:
-        return self.raw[i * self.size : (i + 1) * self.size]
+        return bytes(self.raw[i * self.size : (i + 1) * self.size])
 
     @property
     def distinct(self) -> bool:

@@ -140,6 +140,13 @@ class SlotClasses(dict[SlotPool, SlotClass]):
         bases[list(self._base)] = list(self._base.values())
         return bases[extents] + indexes
 
+    def tenants_of(self, extents: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
+        """Returns the tenants of assigned extents."""
+        tenants = np.zeros(max(self._base, default=0) + 1, np.int64)
+        tenants[list(self._base)] = [self.of_extent(extent).pool.tenant for extent in self._base]
+        held: npt.NDArray[np.int64] = tenants[extents]
+        return held
+
     def _take_range(self, count: int) -> int:
         """Takes the lowest free range of flat numbers. Returns its first one."""
         i = next(i for i, (_, length) in enumerate(self._gaps) if length >= count)

@@ -54,8 +54,9 @@ class Slices:
 
     def add(self, rows: Rows, kinds: Ints, last_used: Floats, now: float) -> None:
         """Appends rows to the slices of their kinds and times."""
-        for kind in distinct(kinds):
-            some = kinds == kind
+        different = distinct(kinds)
+        for kind in different:
+            some = kinds == kind if len(different) > 1 else slice(None)
             first = float(last_used[some].min())
             latest = self._latest.get(kind, -1)
             if first < now - _SPAN_S or (latest >= 0 and first < self.since[latest]):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.columns import distinct
 from kvstore.core import events as ev
-from kvstore.core.blocks.block_table import HOLE, LIVE, Rows
+from kvstore.core.blocks.block_table import HOLE, LIVE, Picked, Rows
 from kvstore.core.blocks.key_batch import Keys
+from kvstore.core.capacity.slot_classes import Slots
 from kvstore.core.requests.leases import LeaseTable
 from kvstore.core.residency.residency import Residency
 
@@ -23,26 +27,24 @@ def restore(leases: LeaseTable, event: ev.Restore, write_down: bool) -> None:
     table = r.tiers[event.tier].slots
     event = event.only(table.classes.has(event.extent, event.index))
     event = event.only(_own(leases, event))
-    group = event.namespace.astype(np.int64) << 8 | event.key_bytes
-    taken = np.full(len(group), -1, np.int64)
-    r.index.make_room(len(group))
-    for code in np.unique(group).tolist():
-        namespace, size = code >> 8, code & 0xFF
-        which = np.flatnonzero(group == code)
-        rows = taken[which] = _rows_for(r, namespace, _keys(event.keys, which, size))
-        which, rows = which[rows >= 0], rows[rows >= 0]
+    taken = np.full(len(event.namespace), -1, np.int64)
+    r.index.make_room(len(taken))
+    for namespace, size, group in _groups(event):
+        rows = taken[group] = _rows_for(r, namespace, _keys(event.keys, group, size))
+        which = group
+        if rows.min() < 0:
+            which, rows = np.arange(len(taken))[group][rows >= 0], rows[rows >= 0]
         slots = table.classes.slots_at(
             event.extent[which].astype(np.int64), event.index[which].astype(np.int64)
         )
-        _disown_others(r, event, rows[r.blocks.checksum[rows] != event.checksum[which]])
-        r.blocks.checksum[rows] = event.checksum[which]
-        r.blocks.slot[event.tier, rows] = slots
+        at = _picked(rows)
+        _disown_others(r, event, rows[r.blocks.checksum[at] != event.checksum[which]])
+        r.blocks.checksum[at] = event.checksum[which]
+        r.blocks.slot[event.tier, at] = slots
         versions = event.version[which].astype(np.int64)
         table.claim(slots, rows, versions, event.checksum[which])
         r.reuse.restored(rows, leases.namespaces[namespace].tenant, r.now)
-        # Parents stay ahead of their children: they were used no earlier.
-        latest_first = np.argsort(-r.reuse.history.last_used(rows), kind="stable")
-        for members, some in table.by_class(slots[latest_first]):
+        for members, some in table.by_class(_latest_first(r, rows, slots)):
             r.topology.policy(event.tier, members.pool).insert(table.owner[some].astype(np.int64), r.now)
             # These blocks are older than the last publication of their namespace.
             leases.namespaces[namespace].relocated |= (
@@ -50,13 +52,14 @@ def restore(leases: LeaseTable, event: ev.Restore, write_down: bool) -> None:
             )
         _end(leases, namespace, rows, event.ends[which])
         r.presence.retire(namespace)
-        if write_down:
+        if write_down and event.tier in r.topology.memory:
             leases.transfers.queue_writes(rows)
-    for namespace in np.unique(event.namespace).tolist():
+    follows = _follow_the_row_before(event)
+    for namespace in distinct(event.namespace):
         if not leases.namespaces[namespace].independent:
-            _link(r, event, taken, namespace)
+            _link(r, event, taken, namespace, follows)
     r.outbox.report(event.tier, taken[taken >= 0], gained=True)
-    r.counters[f"restored_blocks_{r.tiers[event.tier].spec.name}"] += len(group)
+    r.counters[f"restored_blocks_{r.tiers[event.tier].spec.name}"] += len(taken)
 
 
 def flush(leases: LeaseTable) -> None:
@@ -76,13 +79,36 @@ def flush(leases: LeaseTable) -> None:
 
 def _own(leases: LeaseTable, event: ev.Restore) -> npt.NDArray[np.bool_]:
     """Returns which blocks are in an extent of their own tenant. Other tenants may have forged the rest."""
-    extents, namespaces = leases.residency.tiers[event.tier].extents, leases.namespaces
-    numbers, at = np.unique(event.namespace, return_inverse=True)
-    owner = np.array([namespaces[n].tenant for n in numbers.tolist()], np.int64)
-    held, where = np.unique(event.extent, return_inverse=True)
-    holder = np.array([extents.slots.classes.of_extent(e).pool.tenant for e in held.tolist()], np.int64)
-    own: npt.NDArray[np.bool_] = owner[at] == holder[where]
+    numbers = distinct(event.namespace)
+    owner = np.zeros(max(numbers, default=0) + 1, np.int64)
+    owner[numbers] = [leases.namespaces[n].tenant for n in numbers]
+    classes = leases.residency.tiers[event.tier].slots.classes
+    own: npt.NDArray[np.bool_] = owner[event.namespace] == classes.tenants_of(event.extent)
     return own
+
+
+def _groups(event: ev.Restore) -> Iterator[tuple[int, int, Picked]]:
+    """Yields the blocks of one namespace whose keys have one length, as (namespace, length, blocks)."""
+    group = event.namespace << np.uint32(8) | event.key_bytes
+    codes = distinct(group)
+    for code in codes:
+        # Mostly there is one group. A slice of columns is no copy.
+        yield code >> 8, code & 0xFF, slice(None) if len(codes) == 1 else np.flatnonzero(group == code)
+
+
+def _picked(rows: Rows) -> Picked:
+    """Returns consecutive rows as a slice."""
+    first, n = int(rows[0]) if len(rows) else 0, len(rows)
+    return slice(first, first + n) if (rows == np.arange(first, first + n)).all() else rows
+
+
+def _latest_first(r: Residency, rows: Rows, slots: Slots) -> Slots:
+    """Returns the slots of rows, the last used first."""
+    last_used = r.reuse.history.last_used(rows)
+    if (last_used[1:] <= last_used[:-1]).all():
+        return slots
+    # Parents stay ahead of their children: they were used no earlier.
+    return slots[np.argsort(-last_used, kind="stable")]
 
 
 def _end(leases: LeaseTable, namespace: int, rows: Rows, ends: npt.NDArray[np.float64]) -> None:
@@ -104,16 +130,28 @@ def _disown_others(r: Residency, event: ev.Restore, rows: Rows) -> None:
             r.outbox.report(tier, held, gained=False)
 
 
-def _link(r: Residency, event: ev.Restore, taken: Rows, namespace: int) -> None:
+def _follow_the_row_before(event: ev.Restore) -> npt.NDArray[np.bool_]:
+    """Returns which blocks come right after their parent."""
+    keys, parents = _words(event.keys), _words(event.parents)
+    follows = np.zeros(len(keys), np.bool_)
+    follows[1:] = (event.key_bytes[:-1] == event.parent_bytes[1:]) & (
+        event.namespace[:-1] == event.namespace[1:]
+    )
+    for word in range(keys.shape[1]):
+        follows[1:] &= keys[:-1, word] == parents[1:, word]
+    return follows
+
+
+def _link(
+    r: Residency, event: ev.Restore, taken: Rows, namespace: int, follows: npt.NDArray[np.bool_]
+) -> None:
     """Links the blocks of a namespace that have no parent row to their parents."""
     orphan = (event.namespace == namespace) & (event.parent_bytes > 0) & (taken >= 0)
     orphan[orphan] = r.blocks.parent[taken[orphan]] < 0
     which = np.flatnonzero(orphan)
     # Most blocks come right after their parent. Then no key is looked up.
-    before = np.maximum(which - 1, 0)
-    near = (event.key_bytes[before] == event.parent_bytes[which]) & (event.namespace[before] == namespace)
-    near &= (which > 0) & (_words(event.keys)[before] == _words(event.parents)[which]).all(axis=1)
-    parents = np.where(near, taken[before], -1)
+    near = follows[which]
+    parents = np.where(near, taken[which - 1], -1)
     for length in np.unique(event.parent_bytes[which[~near]]).tolist():
         some = ~near & (event.parent_bytes[which] == length)
         parents[some] = _adopt(r, namespace, _keys(event.parents, which[some], length))
@@ -124,8 +162,8 @@ def _words(column: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
     return column.view(np.uint64)
 
 
-def _keys(column: npt.NDArray[np.uint8], which: Rows, size: int) -> Keys:
-    return Keys(np.ascontiguousarray(column[which, :size]).tobytes(), size)
+def _keys(column: npt.NDArray[np.uint8], which: Picked, size: int) -> Keys:
+    return Keys(np.ascontiguousarray(column[which, :size]).reshape(-1).data, size)
 
 
 def _rows_for(r: Residency, namespace: int, keys: Keys) -> Rows:
@@ -136,7 +174,8 @@ def _rows_for(r: Residency, namespace: int, keys: Keys) -> Rows:
     taken = r.blocks.take(namespace, keys, new)
     r.index.add(taken, _AT_ONCE)
     rows[new[: len(taken)]] = taken
-    r.blocks.state[rows[rows >= 0]] = LIVE
+    there = rows if rows.min() >= 0 else rows[rows >= 0]
+    r.blocks.state[_picked(there)] = LIVE
     return rows
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.columns import distinct
 from kvstore.core import events as ev
 from kvstore.core.actions import Where, places
 from kvstore.core.view import View
@@ -69,15 +70,15 @@ class Recovery:
     def _restore_device(self, tier: int, device: NvmeTier, keep: bool) -> None:
         found, names = device.load(keep), self._namespaces
         self._restore_extents(tier, found.slot_bytes, found.owners if keep else {})
-        used = np.unique(found.restore.namespace).tolist()
+        used = distinct(found.restore.namespace)
         others = _others(names, found.namespaces)
         # A namespace without blocks needs no number, unless other tenants may read it.
         for number in [n for n, namespace in found.namespaces.items() if n in used or namespace.readers]:
             if number not in others and names.at(number) is None:
                 self._restore_namespace(number, found.namespaces[number])
         found.restore.tier = tier
-        known = np.isin(found.restore.namespace, list(names.fingerprints))
-        known &= ~np.isin(found.restore.namespace, others)
+        unknown = [number for number in used if number in others or number not in names.fingerprints]
+        known = ~np.isin(found.restore.namespace, unknown)
         known &= self._core.view.tiers[tier].has_slots(found.restore.extent, found.restore.index)
         if not known.all():
             why = "the limits are too small for them, or the device is from another node"

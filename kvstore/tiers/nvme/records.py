@@ -15,15 +15,26 @@ A put usually gets neighbouring slots, so it changes few pages. A page with keys
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from kvstore.core.actions import places
 from kvstore.errors import MisuseError
+from kvstore.native import records_find, records_take
+from kvstore.native.portable_records import (
+    CHECKED,
+    FACTORS,
+    FIXED,
+    NUMBERS,
+    PAGE_SLOTS,
+    SLOT_BITS,
+    WIDTHS,
+    record_checks,
+    record_row,
+)
 from kvstore.types import MAX_KEY_BYTES
 
 if TYPE_CHECKING:
@@ -35,28 +46,10 @@ Places: TypeAlias = "NDArray[np.uint64]"
 """Slots: see `kvstore.core.actions.places`."""
 
 ID = struct.Struct(">I")
-_SLOT_BITS = 5
-PAGE_SLOTS = 1 << _SLOT_BITS
-_PAGE_BITS = 32 - _SLOT_BITS
+_PAGE_BITS = 32 - SLOT_BITS
 _PAGE_KEY = struct.Struct(">II")
-_FACTORS = np.arange(1, 26, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) | np.uint64(1)
 _MOST_NUMBERS = 1 << 20  # of namespaces or extents; more is damage
-_CHUNK = 1 << 8  # pages that are decoded at one time: about 1 MB, which stays in the cache of a core
-
-_NUMBERS = [("ns", "<u4"), ("length", "<u4"), ("version", "<u8"), ("checksum", "<u8"), ("stored_at", "<f8")]
-_FIXED = [*_NUMBERS, ("check", "<u8"), ("key_bytes", "u1"), ("parent_bytes", "u1"), ("zeros", "u1", 6)]
-CHECKED = ("ns", "extent", "index", "version", "length", "checksum", "stored_at")
-"""The numbers that a check covers, in this order."""
-
-
-def _row(width: int) -> np.dtype[np.void]:
-    """Returns the row of a page whose longest key has `width` bytes."""
-    return np.dtype([*_FIXED, ("key", "u1", (width,)), ("parent", "u1", (width,))])
-
-
-ROW = _row(MAX_KEY_BYTES)
-_WIDTHS = {PAGE_SLOTS * _row(width).itemsize: width for width in range(8, MAX_KEY_BYTES + 1, 8)}
-"""The width of keys, by the bytes of a page."""
+ROW = record_row(MAX_KEY_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +125,11 @@ def packed(
 ) -> SlotRecords:
     """Returns records of blocks. Keys have one width, padded with zeros. `numbers`: the other columns."""
     rows = np.zeros(len(keys), ROW)
-    for name, _ in _NUMBERS:
+    for name, _ in NUMBERS:
         rows[name] = numbers[name]
     rows["key"][:, : keys.shape[1]], rows["parent"][:, : parents.shape[1]] = keys, parents
     rows["key_bytes"], rows["parent_bytes"] = key_bytes, parent_bytes
-    rows["check"] = checks(keys, parents, [numbers[name] for name in CHECKED], key_bytes, parent_bytes)
+    rows["check"] = record_checks(keys, parents, [numbers[name] for name in CHECKED], key_bytes, parent_bytes)
     return SlotRecords(places(numbers["extent"], numbers["index"]), rows)
 
 
@@ -144,24 +137,6 @@ def padded(keys: Sequence[bytes]) -> NDArray[np.uint8]:
     """Returns keys with shape (n, 64), padded with zeros."""
     raw = b"".join([key.ljust(MAX_KEY_BYTES, b"\0") for key in keys])
     return np.frombuffer(raw, np.uint8).reshape(len(keys), MAX_KEY_BYTES)
-
-
-def checks(
-    keys: NDArray[np.uint8],
-    parents: NDArray[np.uint8],
-    numbers: Sequence[NDArray[Any]],
-    *sizes: NDArray[np.uint8],
-) -> NDArray[np.uint64]:
-    """Returns the check of each record: of keys and parents padded with zeros, numbers, sizes of keys."""
-    words = MAX_KEY_BYTES // 8
-    mixed: NDArray[np.uint64] = keys.view("<u8") @ _FACTORS[: keys.shape[1] // 8]
-    mixed += parents.view("<u8") @ _FACTORS[words : words + parents.shape[1] // 8]
-    for column, factor in zip((*numbers, *sizes), _FACTORS[2 * words :], strict=False):
-        as_words = column.view(np.uint64) if column.dtype == np.float64 else column.astype(np.uint64)
-        mixed += as_words * factor
-    mixed ^= mixed >> np.uint64(32)
-    mixed *= _FACTORS[0]
-    return mixed
 
 
 # -- pages
@@ -177,13 +152,13 @@ def rewritten(
     new = merged(changes)
     if not len(new):
         return []
-    number = new.places >> np.uint64(_SLOT_BITS)
+    number = new.places >> np.uint64(SLOT_BITS)
     first = np.flatnonzero(np.append(True, number[1:] != number[:-1]))
     keys = _page_keys(number[first])
     old = [page_of(key) for key in keys]
     longest = np.maximum.reduceat(np.maximum(new.rows["key_bytes"], new.rows["parent_bytes"]), first)
     widths = np.maximum(-(-longest.astype(np.int64) // 8) * 8, 8)
-    before = np.array([_WIDTHS.get(len(page), 0) if page is not None else 0 for page in old])
+    before = np.array([WIDTHS.get(len(page), 0) if page is not None else 0 for page in old])
     widths = np.maximum(widths, before)
     at_page = np.repeat(np.arange(len(first)), np.diff(first, append=len(new)))
     at_slot = (new.places & np.uint64(PAGE_SLOTS - 1)).astype(np.int64)
@@ -202,11 +177,11 @@ def rewritten(
 
 def _joined(pages: list[bytes | None], widths: NDArray[np.int64], width: int) -> NDArray[np.void]:
     """Returns the rows of pages as an array (n, 32) with keys of `width` bytes. A width of 0: no rows yet."""
-    joined = np.zeros((len(pages), PAGE_SLOTS), _row(width))
+    joined = np.zeros((len(pages), PAGE_SLOTS), record_row(width))
     for each in np.unique(widths[widths > 0]).tolist():
         which = np.flatnonzero(widths == each)
         raw = b"".join(pages[i] or b"" for i in which.tolist())
-        joined[which] = _with_width(np.frombuffer(raw, _row(each)), width).reshape(-1, PAGE_SLOTS)
+        joined[which] = _with_width(np.frombuffer(raw, record_row(each)), width).reshape(-1, PAGE_SLOTS)
     return joined
 
 
@@ -215,8 +190,8 @@ def _with_width(rows: NDArray[np.void], width: int) -> NDArray[np.void]:
     own = rows.dtype["key"].itemsize
     if own == width:
         return rows
-    found = np.zeros(len(rows), _row(width))
-    for name, *_ in _FIXED:
+    found = np.zeros(len(rows), record_row(width))
+    for name, *_ in FIXED:
         found[name] = rows[name]
     for name in ("key", "parent"):
         found[name][:, : min(own, width)] = rows[name][:, : min(own, width)]
@@ -232,7 +207,7 @@ def _page_keys(numbers: Places) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """All records as numpy columns of one length, oldest first; of one age, lowest version first.
+    """All records as numpy columns of one length, latest first; of one age, highest version first.
 
     `keys` and `parents` have the width of the longest ones, a multiple of 8, padded with zeros. Numbers are
     in the machine's byte order.
@@ -272,18 +247,17 @@ class Blocks:
 
     def superseded(self, usable: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Returns which usable records have a block that a later usable record has in another slot."""
-        hashes = self.keys.view("<u8") @ _FACTORS[: self.keys.shape[1] // 8]
-        hashes += self.key_bytes * _FACTORS[8] + self.ns * _FACTORS[9]
+        hashes = self.keys.view("<u8") @ FACTORS[: self.keys.shape[1] // 8]
+        hashes += self.key_bytes * FACTORS[8] + self.ns * FACTORS[9]
         # Values are sorted several times as fast as their indices, and seldom are two alike.
         ordered = np.sort(hashes[usable])
         alike = ordered[1:][ordered[1:] == ordered[:-1]]
         old = np.zeros(len(self), np.bool_)
-        latest: dict[tuple[int, bytes], int] = {}
+        later: set[tuple[int, bytes]] = set()
         for i in np.flatnonzero(usable & np.isin(hashes, alike)).tolist() if len(alike) else ():
             block = int(self.ns[i]), self.key(i)
-            if block in latest:
-                old[latest[block]] = True
-            latest[block] = i
+            old[i] = block in later
+            later.add(block)
         return old
 
 
@@ -315,82 +289,25 @@ class Damaged:
         return len(self.pages) + len(self.places) + len(self.others)
 
 
-def unpack(pages: Iterable[tuple[bytes, bytes]], count: int) -> tuple[Blocks, Damaged]:
-    """Returns the blocks of `count` pages, and what is damaged."""
-    n = count * PAGE_SLOTS
-    columns = {name: np.zeros((n, 8) if name in _KEYS else n, dtype) for name, dtype in _DTYPES.items()}
-    rest, at = iter(pages), 0
-    damaged = Damaged()
-    bad: list[Places] = []
-    while chunk := list(islice(rest, _CHUNK)):
-        for width, keys, values in _by_width(chunk, damaged):
-            rows = np.frombuffer(b"".join(values), _row(width))
-            page = np.repeat(np.frombuffer(b"".join(keys), ">u4").reshape(-1, 2), PAGE_SLOTS, axis=0)
-            extent, index = page[:, 0].astype(np.uint32), page[:, 1].astype(np.uint32) * np.uint32(PAGE_SLOTS)
-            index += np.tile(np.arange(PAGE_SLOTS, dtype=np.uint32), len(values))
-            _widen(columns, at, width)
-            good = _fill(columns, at, rows, extent, index)
-            at += int(good.sum())
-            others = np.flatnonzero(~good)
-            words = rows[others].view(np.uint64).reshape(len(others), rows.itemsize // 8)
-            others = others[words.any(axis=1)]
-            bad.append(places(extent[others], index[others]))
-    damaged.places = np.concatenate([damaged.places, *bad])
-    order = np.lexsort((columns["version"][:at], columns["stored_at"][:at]))
-    return Blocks(**{name: column.take(order, axis=0) for name, column in columns.items()}), damaged
+def unpack(pages: Iterable[tuple[Any, Any]]) -> tuple[Blocks, Damaged]:
+    """Returns the blocks of pages, pairs of buffers, and what is damaged."""
+    pairs = list(pages)
+    room = len(pairs) * PAGE_SLOTS
+    rows, stored_at, version = np.empty(room, np.int64), np.empty(room), np.empty(room, np.uint64)
+    n, width, bad_pages, bad_places = records_find(pairs, rows, stored_at, version)
+    latest_first = rows[_by_age(stored_at[:n], version[:n])[::-1]]
+    columns = {name: np.empty((n, width) if name in _KEYS else n, dtype) for name, dtype in _DTYPES.items()}
+    records_take(pairs, latest_first, width, tuple(columns.values()))
+    damaged = Damaged([bytes(pairs[i][0]) for i in bad_pages], np.array(bad_places, np.uint64))
+    return Blocks(**columns), damaged
 
 
-def _by_width(
-    chunk: list[tuple[bytes, bytes]], damaged: Damaged
-) -> Iterator[tuple[int, Sequence[bytes], Sequence[bytes]]]:
-    """Yields the width of keys, and the keys and values of the pages with it."""
-    by_width: dict[int, list[tuple[bytes, bytes]]] = {}
-    for key, value in chunk:
-        if (
-            len(value) in _WIDTHS
-            and len(key) == _PAGE_KEY.size
-            and not _PAGE_KEY.unpack(key)[1] >> _PAGE_BITS
-        ):
-            by_width.setdefault(_WIDTHS[len(value)], []).append((key, value))
-        else:
-            damaged.pages.append(key)
-    for width, some in by_width.items():
-        keys, values = zip(*some, strict=True)
-        yield width, keys, values
-
-
-def _widen(columns: dict[str, NDArray[Any]], at: int, width: int) -> None:
-    """Makes room for keys of `width` bytes. `at` rows are filled."""
-    for name in _KEYS:
-        narrow = columns[name]
-        if narrow.shape[1] < width:
-            columns[name] = np.zeros((len(narrow), width), np.uint8)
-            columns[name][:at, : narrow.shape[1]] = narrow[:at]
-
-
-def _fill(
-    columns: dict[str, NDArray[Any]],
-    at: int,
-    rows: NDArray[np.void],
-    extent: NDArray[np.uint32],
-    index: NDArray[np.uint32],
-) -> NDArray[np.bool_]:
-    """Fills columns from `at` on with the valid rows. Returns which are valid."""
-    keys, parents = (np.ascontiguousarray(rows[name]) for name in ("key", "parent"))
-    width = keys.shape[1]
-    numbers = {name: np.ascontiguousarray(rows[name], _DTYPES[name]) for name, _ in _NUMBERS}
-    numbers |= {"extent": extent, "index": index}
-    sizes = rows["key_bytes"], rows["parent_bytes"]
-    found = checks(keys, parents, [numbers[name] for name in CHECKED], *sizes)
-    good: NDArray[np.bool_] = (found == rows["check"]) & (rows["parent_bytes"] <= width)
-    good &= (rows["key_bytes"] > 0) & (rows["key_bytes"] <= width)
-    here = slice(at, at + int(good.sum()))
-    for name, column in numbers.items():
-        columns[name][here] = column[good]
-    columns["keys"][here, :width], columns["parents"][here, :width] = keys[good], parents[good]
-    for name in ("key_bytes", "parent_bytes"):
-        columns[name][here] = rows[name][good]
-    return good
+def _by_age(stored_at: NDArray[np.float64], version: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Returns the order of records by age, the oldest first; of one age, the lowest version first."""
+    order = np.argsort(stored_at, kind="stable")
+    ordered = stored_at[order]
+    # Versions are only sorted where they count: it takes as long again.
+    return np.lexsort((version, stored_at)) if (ordered[1:] == ordered[:-1]).any() else order
 
 
 def mapped(

@@ -70,7 +70,7 @@ def recover(journal: Journal, slabs: Slabs, count: int, keys: TenantKeys) -> Rec
         slabs.remove(extent)
         journal.delete_extent(extent)
     latest = float(loaded.blocks.stored_at.max(initial=0.0))
-    restore, stored_at = _restore(loaded.blocks, usable), loaded.blocks.stored_at[::-1][usable[::-1]]
+    restore, stored_at = _restore(loaded.blocks, usable), loaded.blocks.stored_at[usable]
     return Recovered(loaded.namespaces, slot_sizes, owners, restore, stored_at, latest)
 
 
@@ -135,18 +135,18 @@ def _forget(journal: Journal, blocks: Blocks, which: npt.NDArray[np.bool_], why:
 
 
 def _restore(blocks: Blocks, usable: npt.NDArray[np.bool_]) -> Restore:
-    """Returns the usable records as an event, latest first."""
+    """Returns the usable records as an event."""
     everything = Restore(
         1,
-        blocks.ns[::-1],
-        blocks.keys[::-1],
-        blocks.key_bytes[::-1],
-        blocks.parents[::-1],
-        blocks.parent_bytes[::-1],
-        blocks.extent[::-1],
-        blocks.index[::-1],
-        blocks.version[::-1],
-        blocks.checksum[::-1],
+        blocks.ns,
+        blocks.keys,
+        blocks.key_bytes,
+        blocks.parents,
+        blocks.parent_bytes,
+        blocks.extent,
+        blocks.index,
+        blocks.version,
+        blocks.checksum,
         np.full(len(blocks), np.inf),
     )
-    return everything.only(usable[::-1])
+    return everything.only(usable)

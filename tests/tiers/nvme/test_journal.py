@@ -185,12 +185,12 @@ class TestKeeping:
         again.close()
         assert loaded.namespaces == {7: namespace}
         assert loaded.extents == {0: 65536, 1: 1 << 33}
-        blocks, order = loaded.blocks, [1, 3, 2, 0]
+        blocks, order = loaded.blocks, [0, 2, 3, 1]
         assert keys_of(blocks) == [keys[i] for i in order]
         assert [p[:n].tobytes() for p, n in zip(blocks.parents, blocks.parent_bytes, strict=True)] == [
             parents[i] for i in order
         ]
-        assert not blocks.keys[3, 1:].any()
+        assert not blocks.keys[0, 1:].any()
         for name in ("ns", "extent", "index", "version", "length", "checksum", "stored_at"):
             column = getattr(blocks, name)
             assert column.tolist() == [getattr(records, name)[i] for i in order], name
@@ -225,7 +225,7 @@ class TestKeeping:
         for version in (3, 1, 2):
             journal.put(batch(b"%d" % version, version=version), NOTHING_TO_SYNC, lambda _: None)
         journal.drain()
-        assert keys_of(journal.load().blocks) == [b"1", b"2", b"3"]
+        assert keys_of(journal.load().blocks) == [b"3", b"2", b"1"]
 
     def test_many_blocks_of_several_shapes(self, journal: Journal) -> None:
         n = 70_000
@@ -240,11 +240,9 @@ class TestKeeping:
         journal.put(records, NOTHING_TO_SYNC, lambda _: None)
         journal.drain()
         blocks = journal.load().blocks
-        assert blocks.index.tolist() == numbers[::-1]
-        assert keys_of(blocks) == keys[::-1]
-        assert [p[:m].tobytes() for p, m in zip(blocks.parents, blocks.parent_bytes, strict=True)] == parents[
-            ::-1
-        ]
+        assert blocks.index.tolist() == numbers
+        assert keys_of(blocks) == keys
+        assert [p[:m].tobytes() for p, m in zip(blocks.parents, blocks.parent_bytes, strict=True)] == parents
 
     def test_a_later_record_of_a_key_replaces(self, journal: Journal) -> None:
         for version in (1, 2):

@@ -77,7 +77,7 @@ def test_pages_hold_the_last_record_of_each_slot(seed: int) -> None:
                 pages.pop(key, None)
             else:
                 pages[key] = page
-        blocks, damaged = unpack(pages.items(), len(pages))
+        blocks, damaged = unpack(pages.items())
         assert len(damaged) == 0
         assert slots_of(blocks) == slots
     assert len(pages) == len({place // PAGE_SLOTS for place in slots})
@@ -99,7 +99,7 @@ def test_each_byte_of_a_record_is_checked(at: int, bit: int) -> None:
     assert page is not None
     bad = bytearray(page)
     bad[7 * 112 + at] ^= 1 << bit
-    blocks, damaged = unpack([(key, bytes(bad))], 1)
+    blocks, damaged = unpack([(key, bytes(bad))])
     unused = range(42, 48)
     assert damaged.places.tolist() == ([] if at in unused else [7])
     assert set(slots_of(blocks)) == ({7, 9} if at in unused else {9})
@@ -112,7 +112,7 @@ def test_each_byte_of_a_record_is_checked(at: int, bit: int) -> None:
 def test_a_page_with_an_impossible_key_is_damaged(key: bytes) -> None:
     [(_, page)] = rewritten(lambda key: None, [batch({7: (1, b"k", b"", 3, 4096, 5, 6.0)}).pack()])
     assert page is not None
-    blocks, damaged = unpack([(key, page)], 1)
+    blocks, damaged = unpack([(key, page)])
     assert (len(blocks), damaged.pages) == (0, [key])
 
 
@@ -120,7 +120,7 @@ def test_a_damaged_page_is_replaced() -> None:
     slots = {7: (1, b"k", b"", 3, 4096, 5, 6.0)}
     [(key, page)] = rewritten(lambda key: b"no page", [batch(slots).pack()])
     assert page is not None
-    assert slots_of(unpack([(key, page)], 1)[0]) == slots
+    assert slots_of(unpack([(key, page)])[0]) == slots
 
 
 def test_the_last_of_many_changes_counts() -> None:
@@ -136,7 +136,7 @@ def test_of_two_records_of_a_block_the_earlier_is_superseded() -> None:
     slots = {place: (1, b"block", b"", 1, 4096, 5, float(place)) for place in (3, 20, 11)}
     slots |= {40: (2, b"block", b"", 1, 4096, 5, 0.0), 41: (1, b"bloc", b"", 1, 4096, 5, 0.0)}
     pages = rewritten(lambda key: None, [batch(slots).pack()])
-    blocks, _ = unpack([(key, page) for key, page in pages if page is not None], len(pages))
+    blocks, _ = unpack([(key, page) for key, page in pages if page is not None])
     everything = np.ones(len(blocks), np.bool_)
     assert set(blocks.places[blocks.superseded(everything)].tolist()) == {3, 11}
     assert set(blocks.places[blocks.superseded(blocks.places != 20)].tolist()) == {3}
@@ -147,7 +147,7 @@ def test_of_two_records_of_a_block_the_earlier_is_superseded() -> None:
 
 def old_pairs(slots: Slots) -> list[tuple[bytes, bytes]]:
     pages = rewritten(lambda key: None, [batch(slots).pack()])
-    return pairs_of(unpack([(key, page) for key, page in pages if page is not None], len(pages))[0])
+    return pairs_of(unpack([(key, page) for key, page in pages if page is not None])[0])
 
 
 def old_folder(folder: Path, pairs: Sequence[tuple[bytes, bytes]], number: int = 4) -> None:

@@ -219,8 +219,8 @@ def test_recorded_times_increase_if_the_clock_is_set_back(site: Site, tmp_path: 
         site.engine.move()
         site.step()
     blocks = site.store.load().blocks
-    assert [k.tobytes().rstrip(b"\0") for k in blocks.keys] == [b"0", b"1", b"2", b"3", b"4"], "oldest first"
-    assert np.all(np.diff(blocks.stored_at) > 0)
+    assert [k.tobytes().rstrip(b"\0") for k in blocks.keys] == [b"4", b"3", b"2", b"1", b"0"], "latest first"
+    assert np.all(np.diff(blocks.stored_at) < 0)
 
 
 def test_after_a_restart_the_clock_continues_from_the_latest_record(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_after_a_restart_the_clock_continues_from_the_latest_record(tmp_path: Pa
     second.write((b"now", 0, 1))
     second.engine.move()
     second.step()
-    assert [k.tobytes().rstrip(b"\0") for k in second.store.load().blocks.keys] == [b"future", b"now"]
+    assert [k.tobytes().rstrip(b"\0") for k in second.store.load().blocks.keys] == [b"now", b"future"]
     second.tier.close()
 
 
