@@ -34,8 +34,9 @@ _COHORT_S = 2.0
 _BLUR = 0.15
 _HALF_LIFE = 1 << 17
 _AT_ONCE = 12
-_PRIOR = 0.1 * np.minimum(_WIDTHS, 1.0)
-"""P(used within a span) before anything is known: the hazard, in uses/s, never rises with age."""
+_EXPECTED = 0.1 * np.minimum(_WIDTHS, 1.0) * 0.998 ** np.arange(SPANS)
+_PRIOR = _EXPECTED / (1 + _EXPECTED / 2)
+"""P(used within a span) before anything is known: the hazard, in uses/s, falls with age, as `lru` has it."""
 _LEAN = np.append(1.0, _PRIOR[1:] / _PRIOR[:-1])
 """What a span is expected to have of the span before it."""
 _WEIGHT, _SMOOTH, _SURE = 30.0, 0.5, 0.98
