@@ -108,7 +108,7 @@ class ReuseCurves:
     def joined(self, classes: Ints, now: float) -> None:
         """Adds blocks to these classes, at once: they are mostly used together."""
         self._step(now)
-        counts = np.bincount(classes, minlength=self._classes)
+        counts = np.bincount(classes, minlength=self._classes).astype(np.float32)
         self._waiting[self._cohorts - 1] += counts
         self._reached[:, 0] += counts
         self._together += counts * counts
