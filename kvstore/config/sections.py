@@ -210,7 +210,7 @@ class Nvme(Section):
     """Which blocks are written
 
     `always`: all. `twice`: blocks that are used a second time. `reuse`: blocks with an estimated probability
-    of reuse of at least `admission_threshold`.
+    of reuse of at least `admission_threshold`, which are worth at least as much as those that they replace.
     """
     admission_threshold: Annotated[float, Field(ge=0, le=1), LIVE] = 0.2
     """For `reuse`: the smallest probability of reuse

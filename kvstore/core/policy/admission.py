@@ -1,8 +1,9 @@
 """Admission: which blocks are written to a lower tier. Writes wear flash out, and most blocks are never
 reused.
 
-A rule selects blocks. A write budget raises the threshold, so that the bytes of a day go to the blocks that
-are most likely to be reused, and are never exceeded.
+A rule selects blocks. The rule `reuse` has a price: what the blocks earned that were evicted from the tier to
+make room. A block that earns less would replace a better one, and is not written. A write budget raises the
+threshold: the bytes of a day go to the blocks that are most likely to be reused, and a day never exceeds it.
 """
 
 from __future__ import annotations
@@ -25,11 +26,14 @@ _GAIN = 0.5
 _LOWEST, _HIGHEST = -7.0, 7.0
 _HOUR_S = 3600.0
 _HOURS = 24
+_PRICE_OVER, _PRICE_HALF_LIFE_S = 100, 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Admits blocks `always`, blocks used `twice`, or blocks with P(used again) >= `threshold` (`reuse`).
+    """Admits blocks `always`, blocks used `twice`, or blocks that are worth it (`reuse`).
+
+    Those have P(used again) >= `threshold`, and earn at least what the blocks earn that they replace.
 
     `bytes_a_day`: the write budget, 0: none. A day may exceed it by 4 % and one batch.
     """
@@ -37,6 +41,18 @@ class Rule:
     mode: Literal["always", "twice", "reuse"] = "always"
     threshold: float = 0.2
     bytes_a_day: int = 0
+
+
+@dataclass(slots=True)
+class _Price:
+    """What the evicted blocks of a tenant earned, in uses/s. It falls from `at` (s) until the next one."""
+
+    earned: float = 0.0
+    at: float = 0.0
+
+    def now(self, now: float) -> float:
+        fallen: float = self.earned * 0.5 ** ((now - self.at) / _PRICE_HALF_LIFE_S)
+        return fallen
 
 
 class Admission:
@@ -51,6 +67,7 @@ class Admission:
         self._next_step_s = 0.0
         self._left = 0.0
         self._by_hour: deque[tuple[int, int]] = deque(maxlen=_HOURS + 1)
+        self._prices: dict[int, _Price] = {}
         self.rule = rule
 
     def change(self, rule: Rule, now: float) -> None:
@@ -98,10 +115,29 @@ class Admission:
         admitted = np.full(len(rows), not self.spent)
         if self.rule.mode == "twice":
             admitted &= self._reuse.history.uses(rows) >= 2
+        if self.rule.mode == "reuse" and (price := self.price(tenant, now)):
+            admitted &= self._earnings(rows, tenant, now) >= price
         if self.threshold:
             admitted &= self._reuse.chance(rows, tenant, now) >= self.threshold
         self.refused += len(rows) - int(admitted.sum())
         return admitted
+
+    def replaced(self, rows: Rows, tenant: int, now: float) -> None:
+        """Learns the price of a slot from a tenant's blocks that are about to be evicted from the tier."""
+        if self.rule.mode != "reuse" or not len(rows):
+            return
+        before, share = self.price(tenant, now), min(1.0, len(rows) / _PRICE_OVER)
+        earned = float(self._earnings(rows, tenant, now).mean())
+        self._prices[tenant] = _Price(before + share * (earned - before), now)
+
+    def price(self, tenant: int, now: float) -> float:
+        """Returns the least that a block of a tenant must earn, in uses/s; 0: none was evicted yet."""
+        price = self._prices.get(tenant)
+        return price.now(now) if price is not None else 0.0
+
+    def _earnings(self, rows: Rows, tenant: int, now: float) -> npt.NDArray[np.float32]:
+        history = self._reuse.history
+        return self._reuse.density(tenant, history.kinds(rows), history.last_used(rows), now)
 
     def wrote(self, nbytes: int, now: float) -> None:
         """Counts bytes that are being written to the device."""

@@ -2,7 +2,9 @@
 
 The curve of a class counts, for each span of ages, the blocks that reached it and the blocks used within it.
 Blocks are counted in cohorts that joined their classes at about the same time. So a block that has left every
-tier still counts as not used again. From a curve follow
+tier still counts as not used again. Blocks that join at once are of one prompt and are mostly used together.
+So they count as one piece of evidence: a class whose blocks join 50 at once needs 50 times as many of them to
+be trusted as much. From a curve follow
 
 - the *density* of a block: the highest P(used by then) / E[time kept] over all times to keep it (Gittins'
   index), which is what its slot earns, in uses/s;
@@ -32,7 +34,12 @@ _COHORT_S = 2.0
 _BLUR = 0.15
 _HALF_LIFE = 1 << 17
 _AT_ONCE = 12
-_PRIOR, _WEIGHT, _SMOOTH, _SURE = 0.1, 30.0, 0.5, 0.98
+_EXPECTED = 0.1 * np.minimum(_WIDTHS, 1.0) * 0.998 ** np.arange(SPANS)
+_PRIOR = _EXPECTED / (1 + _EXPECTED / 2)
+"""P(used within a span) before anything is known: the hazard, in uses/s, falls with age, as `lru` has it."""
+_LEAN = np.append(1.0, _PRIOR[1:] / _PRIOR[:-1])
+"""What a span is expected to have of the span before it."""
+_WEIGHT, _SMOOTH, _SURE = 30.0, 0.5, 0.98
 
 
 def tick(now: float) -> float:
@@ -52,10 +59,14 @@ def one_span_of(age_s: float) -> int:
 
 
 class Counts(NamedTuple):
-    """Blocks used within each span, and blocks that reached it. Both have the shape (classes, spans)."""
+    """Blocks used within each span, and blocks that reached it. Both have the shape (classes, spans).
+
+    `together`: the sum, over the blocks of each class, of how many blocks of the class joined at once.
+    """
 
     used: npt.NDArray[np.float32]
     reached: npt.NDArray[np.float32]
+    together: npt.NDArray[np.float32]
 
 
 class ReuseCurves:
@@ -68,8 +79,10 @@ class ReuseCurves:
     def __init__(self, shape: tuple[int, ...], known: Counts | None = None) -> None:
         self._shape = shape
         self._classes = n = int(np.prod(shape))
-        counts = known or Counts(*np.zeros((2, n, SPANS), np.float32))
-        self._used, self._reached = (column.astype(np.float32).reshape(n, SPANS) for column in counts)
+        used, reached = np.zeros((2, n, SPANS), np.float32)
+        counts = known or Counts(used, reached, np.zeros(n, np.float32))
+        self._used, self._reached = (column.astype(np.float32).reshape(n, SPANS) for column in counts[:2])
+        self._together = counts.together.astype(np.float32)
         self._start = np.zeros(_COHORTS)
         self._at_span = np.zeros(_COHORTS, np.int64)
         self._waiting = np.zeros((_COHORTS, n), np.float32)
@@ -85,7 +98,7 @@ class ReuseCurves:
 
     def counts(self) -> Counts:
         """Returns a copy of the counts."""
-        return Counts(self._used.copy(), self._reached.copy())
+        return Counts(self._used.copy(), self._reached.copy(), self._together.copy())
 
     @property
     def ram_bytes(self) -> int:
@@ -93,16 +106,18 @@ class ReuseCurves:
         return sum(a.nbytes for a in (self._used, self._reached, self._waiting, self.density, self.chance))
 
     def joined(self, classes: Ints, now: float) -> None:
-        """Adds blocks to these classes."""
+        """Adds blocks to these classes, at once: they are mostly used together."""
         self._step(now)
-        counts = np.bincount(classes, minlength=self._classes)
+        counts = np.bincount(classes, minlength=self._classes).astype(np.float32)
         self._waiting[self._cohorts - 1] += counts
         self._reached[:, 0] += counts
+        self._together += counts * counts
         self.joins += len(classes)
         if self.joins // _HALF_LIFE > (self.joins - len(classes)) // _HALF_LIFE:
             # Old counts weigh less.
             self._used *= 0.5
             self._reached *= 0.5
+            self._together *= 0.5
 
     def used(self, classes: Ints, since: Floats, now: float) -> None:
         """Counts a use of blocks that have been in these classes since `since`."""
@@ -195,21 +210,31 @@ class ReuseCurves:
         """Returns P(used within a span | reached it). A class borrows from wider groups and its last span."""
         used = self._used.reshape(*self._shape, SPANS)
         reached = self._reached.reshape(*self._shape, SPANS)
+        together = self._together.reshape(self._shape)
         groups = len(self._shape)
-        group = np.full(SPANS, _PRIOR)
+        group = _PRIOR
         for level in range(groups):
             rest = tuple(range(level, groups))
-            group = (used.sum(axis=rest) + _WEIGHT * group) / (reached.sum(axis=rest) + _WEIGHT)
+            reached_of = reached.sum(axis=rest)
+            weight = _weight(together.sum(axis=rest), reached_of[..., 0])[..., None]
+            group = (used.sum(axis=rest) + weight * group) / (reached_of + weight)
             group = group[..., None, :]
         expected = np.broadcast_to(group, used.shape).reshape(-1, SPANS)[some]
-        reached_some = self._reached[some].T.astype(np.float64) + _WEIGHT
-        out: Floats = (self._used[some].T + _WEIGHT * (1 - _SMOOTH) * expected.T) / reached_some
-        leaning = _WEIGHT * _SMOOTH / reached_some
+        weight = _weight(self._together[some], self._reached[some, 0])
+        reached_some = self._reached[some].T.astype(np.float64) + weight
+        out: Floats = (self._used[some].T + weight * (1 - _SMOOTH) * expected.T) / reached_some
+        leaning = weight * _SMOOTH * _LEAN[:, None] / reached_some
         last = expected[:, 0]
         for own, lean in zip(out, leaning, strict=True):
             last = np.minimum(own + lean * last, _SURE)
             own[:] = last
         return np.ascontiguousarray(out.T)
+
+
+def _weight(together: npt.NDArray[np.float32], blocks: npt.NDArray[np.float32]) -> Floats:
+    """Returns the weight, in blocks, of what classes borrow: 30 times the mean number that joined at once."""
+    mean: Floats = together / np.maximum(blocks, 1.0)
+    return _WEIGHT * np.maximum(mean, 1.0)
 
 
 def _best_rate(hits: Floats, times: Floats) -> Floats:

@@ -145,8 +145,7 @@ class Eviction(Job):
                 # Nothing can be demoted, so the order alone decides, whether or not another tier has a copy.
                 idle &= np.cumsum(idle) <= n
             spare = rows[idle & ~only][:n]
-            r.decisions.record(DecisionKind.EVICTED, tier, spare, r.now, pool.tenant)
-            r.give_up(tier, spare)
+            self._drop(tier, pool, spare, DecisionKind.EVICTED)
             r.counters["evicted_copies"] += len(spare)
             n -= len(spare)
             writing = self._copies.written_from(tier, busy)[: max(n, 0)]
@@ -172,11 +171,17 @@ class Eviction(Job):
         if not waits:
             # Waiting would not help: all blocks of the lower tier may be parents of these.
             leaf = self._leaf_first(rows)
-            self._r.decisions.record(DecisionKind.DROPPED, tier, rows[leaf], self._r.now, pool.tenant)
-            self._r.give_up(tier, rows[leaf])
+            self._drop(tier, pool, rows[leaf], DecisionKind.DROPPED)
             n, rows = n + int(leaf.sum()), rows[~leaf]
         self._r.topology.policy(tier, pool).defer(rows, parents=not waits)
         return n
+
+    def _drop(self, tier: int, pool: SlotPool, rows: Rows, why: DecisionKind) -> None:
+        """Drops the copies of rows in a tier, for others."""
+        r = self._r
+        r.decisions.record(why, tier, rows, r.now, pool.tenant)
+        r.tiers[tier].admission.replaced(rows, pool.tenant, r.now)
+        r.give_up(tier, rows)
 
     def _drop_refused(self, tier: int, pool: SlotPool, rows: Rows) -> npt.NDArray[np.bool_]:
         """Drops leaves that admission refuses. Returns which rows were dropped.

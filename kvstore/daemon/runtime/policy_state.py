@@ -50,7 +50,8 @@ class PolicyStateFile:
             return
         new = path.with_suffix(".new")
         tenants = [self._name_of(number) for number in state.curves]
-        counts = [np.stack(counts) for counts in state.curves.values()]
+        counts = [np.stack((curves.used, curves.reached)) for curves in state.curves.values()]
+        together = [curves.together for curves in state.curves.values()]
         try:
             with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
                 np.savez(
@@ -64,6 +65,7 @@ class PolicyStateFile:
                     words=state.ghosts.words,
                     tenants=np.array(tenants, np.str_),
                     counts=np.array(counts, np.float32),
+                    together=np.array(together, np.float32),
                 )
                 file.flush()
                 os.fsync(file.fileno())
@@ -90,11 +92,13 @@ class PolicyStateFile:
             if int(file["format"]) != _FORMAT:
                 raise ValueError(f"format {file['format']}")
             counts = file["counts"].reshape(-1, 2, *CLASSES)
+            # Files of earlier versions do not tell: as if no blocks joined together.
+            known = file["together"] if "together" in file else counts[:, 1, :, 0]
             curves = {}
-            for name, (used, reached) in zip(file["tenants"].tolist(), counts, strict=True):
+            for name, (used, reached), together in zip(file["tenants"].tolist(), counts, known, strict=True):
                 tenant = self._number_of(name)
                 if tenant is not None:
-                    curves[tenant] = Counts(used, reached)
+                    curves[tenant] = Counts(used, reached, together.reshape(CLASSES[0]))
             seed, ticks, room = int(file["seed"]), int(file["ticks"]), int(file["room"])
             ghosts = GhostTable(seed, ticks, room, file["at"], file["words"])
             return ReuseState(curves, ghosts), float(file["written_at"])

@@ -63,6 +63,37 @@ def test_reuse_admits_likely_blocks() -> None:
     assert Admission(Rule("always", threshold=0.3), Expected()).threshold == 0.0
 
 
+def test_reuse_admits_what_earns_as_much_as_the_blocks_it_replaces() -> None:
+    admission = Admission(Rule("reuse", threshold=0.0), Expected())
+    admission._earnings = lambda rows, tenant, now: rows / 100  # type: ignore[method-assign]
+    assert admission.admits(array(0, 90), 0, 0.0).all(), "none was evicted"
+    admission.replaced(np.full(100, 40), 0, 10.0)
+    assert admission.admits(array(39, 40, 90), 0, 10.0).tolist() == [False, True, True]
+    assert admission.admits(array(39), 1, 10.0).all(), "of another tenant"
+    assert admission.admits(array(19, 21), 0, 610.0).tolist() == [False, True], "none since 600 s"
+    admission.replaced(np.full(50, 80), 0, 610.0)
+    assert admission.admits(array(49, 51), 0, 610.0).tolist() == [False, True], "half of the price is new"
+    admission.change(Rule("always"), 610.0)
+    assert admission.admits(array(0), 0, 610.0).all()
+
+
+@pytest.mark.parametrize("mode", ["reuse", "always"])
+def test_evictions_from_the_lower_tier_alone_set_its_price(mode: str) -> None:
+    w = world(Rule(mode, threshold=0.0), write_policy="on_evict", policy="hazard")  # type: ignore[arg-type]
+    memory, nvme = (tier.admission for tier in w.p.residency.tiers)
+    for i in range(100):
+        w.now += 1.0
+        w.put(0, 1, [b"x%02d" % i])
+        w.finish_all()
+        if i == 15:
+            assert w.p.view.counters["written_blocks"] > 0
+            assert not nvme._prices, "nothing was evicted from NVMe yet"
+    assert not memory._prices
+    prices = [price.earned for price in nvme._prices.values()]
+    assert (len(prices) == 1 and prices[0] > 0) if mode == "reuse" else not prices
+    w.settle()
+
+
 def test_reuse_is_estimated_per_tenant() -> None:
     reuse = Tier(4000).reuse
     admission = Admission(Rule("reuse", threshold=0.3), reuse)

@@ -109,6 +109,26 @@ def test_old_observations_count_less() -> None:
     assert curves.chance[0, 0] < highest / 3, "five half-lives later"
 
 
+@pytest.mark.parametrize("level", [0, 1])
+def test_blocks_that_join_at_once_are_one_piece_of_evidence(level: int) -> None:
+    """Class 0 is never used, its group always. The fewer prompts its blocks came with, the more it leans."""
+    leaning = []
+    for at_once in (1, 10, 400):
+        curves = ReuseCurves((2, 1, 1) if level else (1, 2, 1))
+        for i in range(0, 400, at_once):
+            curves.joined(np.zeros(at_once, np.int64), i / 100)
+        for i in range(4000):
+            curves.joined(array(1), 10.0 + i / 1000)
+        curves.used(np.ones(4000, np.int64), 10.0 + np.arange(4000) / 1000, 16.0)
+        for i in range(17, 120):
+            curves.joined(array(1), float(i))
+        curves.learn()
+        leaning.append(float(curves.chance[0, 0]))
+    apart, tens, at_once = leaning
+    assert apart < 0.6 * tens
+    assert tens < 0.6 * at_once
+
+
 # -- against a plain model
 
 
@@ -326,6 +346,7 @@ def test_curves_continue_from_saved_counts() -> None:
     second = ReuseCurves((2, 1, 1), counts)
     first._learn(np.arange(2))
     assert np.array_equal(second.density, first.density)
+    assert counts.together.sum() > 1500, "blocks joined in fives"
     assert second.joins == 1500
     second.joined(array(0), 1000.0)
     assert first.counts().reached[0, 0] == counts.reached[0, 0], "a copy"
