@@ -116,7 +116,7 @@ class _Filled:
             evicted += len(gone)
             took_s += spent_s
             took_s += self._timed(lambda gone=gone: self._remove(gone))[1]
-            self._blocks.words[gone, 0] = np.arange(self._next_key, self._next_key + len(gone))
+            self._blocks.words[0, gone, 0] = np.arange(self._next_key, self._next_key + len(gone))
             self._next_key += len(gone)
             new = np.sort(gone)
             self._unchain(new)

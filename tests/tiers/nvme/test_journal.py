@@ -621,7 +621,7 @@ class TestOpening:
         names = ("MemoryError", "DiskError", "ReadonlyError", "LockError", "MapFullError", "NotFoundError")
         text = "class Error(Exception): pass\n" + "".join(f"class {n}(Error): pass\n" for n in names)
         (library / "lmdb.py").write_text("import nowhere" if what == "no module" else text + failing[what])
-        monkeypatch.setenv("PYTHONPATH", str(library))
+        monkeypatch.setattr(lmdb, "__file__", str(library / "lmdb" / "__init__.py"))
         with pytest.raises(TierError, match=f"cannot read the records in {tmp_path}: .*nothing was changed"):
             Journal.open(tmp_path, MIB)
         monkeypatch.undo()
