@@ -23,6 +23,8 @@ LONGEST = 96
 _SYSTEMS, _SYSTEM_BLOCKS = 4, 6
 """Conversations share system prompts."""
 
+_DELETED = 8
+"""Namespaces of a tenant that are deleted. With a new name each time, there would be more and more."""
 _REPORT_EVERY_S = 1.0
 _STEPS = {
     "turn": 20, "hold": 3, "prefetch": 3, "abandon": 1, "invalidate": 1, "states": 4, "reconnect": 1,
@@ -137,7 +139,7 @@ class Engine:
 
     def _delete_namespace(self) -> None:
         """A namespace is deleted, and gets other bytes under the same keys."""
-        name, nbytes = f"deleted {self._dice.random()}", STATES.block_bytes
+        name, nbytes = f"deleted {self._dice.randrange(_DELETED)}", STATES.block_bytes
         keys, out = names(4, name), room_for(4, nbytes)
         with Client(*self._address, deadline_s=5.0, strict=True) as client:
             space = client.namespace(Layout(model=name, block_bytes=nbytes))

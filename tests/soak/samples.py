@@ -13,8 +13,8 @@ import numpy as np
 WARM_UP, WARM_UP_S = 0.4, 600.0
 """The share of a daemon's life in which it may grow, at most so many seconds: index and statistics fill."""
 _WINDOWS = 20
-LEAST_S = 120.0
-"""A shorter life says nothing."""
+LEAST_S = 480.0
+"""A shorter life says nothing: memory still grows in the first eight minutes."""
 
 SLACK = {
     "anonymous_mib": 6.0, "shared_mib": 4.0, "descriptors": 6.0, "threads": 3.0, "records_mib": 4.0,
