@@ -27,7 +27,7 @@
 #endif
 
 #define ALIGN 4096
-#define DEPTH 64     /* pieces of one thread at the device */
+#define DEPTH 64 /* pieces of one thread at the device */
 
 /* Moves what is left of a piece by system calls. Sets its error. */
 static void move(piece *p)

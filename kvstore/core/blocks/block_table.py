@@ -30,12 +30,12 @@ Picked = slice | Rows
 """Row or slot numbers, as an index of columns."""
 
 
-def compact(numbers: npt.NDArray[np.int32]) -> Picked:
+def compact(numbers: npt.NDArray[np.signedinteger]) -> Picked:
     """Returns consecutive numbers as a slice, which indexes five times as fast, and others as an array."""
-    first, n = int(numbers[0]), len(numbers)
-    if numbers.tobytes() == np.arange(first, first + n, dtype=np.int32).tobytes():
+    first, n = int(numbers[0]) if len(numbers) else 0, len(numbers)
+    if numbers.tobytes() == np.arange(first, first + n, dtype=numbers.dtype).tobytes():
         return slice(first, first + n)
-    return numbers.astype(np.int64)
+    return numbers.astype(np.int64, copy=False)
 
 
 class Blocks:
@@ -114,18 +114,12 @@ class Blocks:
         return rows
 
     def _set_words(self, rows: Picked, words: npt.NDArray[np.uint64]) -> None:
-        width = words.shape[1]
-        self._has_long_keys |= width > _HALF_WORDS
-        if width == _HALF_WORDS:
-            self.words[0][rows] = words
-        elif width < _HALF_WORDS:
-            self.words[0][rows] = 0
-            self.words[0][rows, :width] = words
-        else:
-            self.words[0][rows] = words[:, :_HALF_WORDS]
-        if self._has_long_keys:
-            self.words[1][rows] = 0
-            self.words[1][rows, : max(width - _HALF_WORDS, 0)] = words[:, _HALF_WORDS:]
+        self._has_long_keys |= words.shape[1] > _HALF_WORDS
+        parts = words[:, :_HALF_WORDS], words[:, _HALF_WORDS:]
+        for half, part in zip(self.words, parts[: 1 + self._has_long_keys], strict=False):
+            if part.shape[1] < _HALF_WORDS:
+                half[rows] = 0
+            half[rows, : part.shape[1]] = part
 
     def give_back(self, rows: Rows) -> None:
         """Makes rows FREE. They must be out of the index, out of all tiers and without children."""

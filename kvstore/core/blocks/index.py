@@ -102,7 +102,7 @@ class Index:
             return []
         if self._first_words is None:
             rows = np.fromiter(self._overflow.values(), np.int64, len(self._overflow))
-            self._first_words = np.sort(self._blocks.words[0][rows, 0])
+            self._first_words = np.sort(self._blocks.words[0, rows, 0])
         first, wanted = self._first_words, words[missing, 0]
         there = first[np.minimum(np.searchsorted(first, wanted), len(first) - 1)] == wanted
         which: list[int] = missing[there].tolist()

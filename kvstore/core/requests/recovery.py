@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kvstore.columns import distinct
 from kvstore.core import events as ev
-from kvstore.core.blocks.block_table import HOLE, LIVE, Picked, Rows
+from kvstore.core.blocks.block_table import HOLE, LIVE, Picked, Rows, compact
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.capacity.slot_classes import Slots
 from kvstore.core.requests.leases import LeaseTable
@@ -37,7 +37,7 @@ def restore(leases: LeaseTable, event: ev.Restore, write_down: bool) -> None:
         slots = table.classes.slots_at(
             event.extent[which].astype(np.int64), event.index[which].astype(np.int64)
         )
-        at = _picked(rows)
+        at = compact(rows)
         _disown_others(r, event, rows[r.blocks.checksum[at] != event.checksum[which]])
         r.blocks.checksum[at] = event.checksum[which]
         r.blocks.slot[event.tier, at] = slots
@@ -94,12 +94,6 @@ def _groups(event: ev.Restore) -> Iterator[tuple[int, int, Picked]]:
     for code in codes:
         # Mostly there is one group. A slice of columns is no copy.
         yield code >> 8, code & 0xFF, slice(None) if len(codes) == 1 else np.flatnonzero(group == code)
-
-
-def _picked(rows: Rows) -> Picked:
-    """Returns consecutive rows as a slice."""
-    first, n = int(rows[0]) if len(rows) else 0, len(rows)
-    return slice(first, first + n) if (rows == np.arange(first, first + n)).all() else rows
 
 
 def _latest_first(r: Residency, rows: Rows, slots: Slots) -> Slots:
@@ -175,7 +169,7 @@ def _rows_for(r: Residency, namespace: int, keys: Keys) -> Rows:
     r.index.add(taken, _AT_ONCE)
     rows[new[: len(taken)]] = taken
     there = rows if rows.min() >= 0 else rows[rows >= 0]
-    r.blocks.state[_picked(there)] = LIVE
+    r.blocks.state[compact(there)] = LIVE
     return rows
 
 

@@ -69,7 +69,7 @@ class Outbox:
             self.actions.append(CopyReport(tier, self.ids(rows), parents))
 
     def _report_awaited(self, rows: Rows) -> None:
-        came = [word in self.awaited for word in self._blocks.words[0][rows, 0].tolist()]
+        came = [word in self.awaited for word in self._blocks.words[0, rows, 0].tolist()]
         if any(came):
             self.actions.append(BlocksArrived(self.ids(rows[np.array(came)])))
 

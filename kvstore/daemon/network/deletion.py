@@ -90,26 +90,21 @@ class Deletion:
         if keys is None:
             fingerprints = [namespace.fingerprint for namespace in shared]
             self._to_renew.update(fingerprints)
-            self._start(requester, request, list(fingerprints), delete_here)
+            self._start(requester, request, fingerprints, delete_here)
         elif shared[0].epoch is not None:
-            self._start_keys(requester, request, shared[0], set(keys), delete_here)
+            self._start(requester, request, Keyed(shared[0], set(keys)), delete_here)
         else:
-            unnamed = self._delete_unnamed(requester, request, shared[0], set(keys), delete_here)
-            self._tasks.start(unnamed, shared[0])
+            keyed = Keyed(shared[0], set(keys))
+            self._tasks.start(self._delete_unnamed(requester, request, keyed, delete_here), shared[0])
 
     async def _delete_unnamed(
-        self,
-        requester: Requester,
-        request: int,
-        namespace: NamespaceEntry,
-        keys: set[bytes],
-        delete_here: Callable[[Requester], None],
+        self, requester: Requester, request: int, keyed: Keyed, delete_here: Callable[[Requester], None]
     ) -> None:
         """Deletes blocks of a namespace whose epoch is unknown: on the network, once it is known."""
-        if await self._eligibility.knows_epoch(namespace, self._executor.timeout_s):
-            self._start_keys(requester, request, namespace, keys, delete_here)
+        if await self._eligibility.knows_epoch(keyed.namespace, self._executor.timeout_s):
+            self._start(requester, request, keyed, delete_here)
             return
-        self._unnamed.setdefault(namespace.fingerprint, set()).update(keys)
+        self._unnamed.setdefault(keyed.namespace.fingerprint, set()).update(keyed.keys)
 
         def deleted_here(action: Any) -> None:
             requester.answer(request, action if isinstance(action, ac.Deny) else self._refusal(request))
@@ -123,27 +118,21 @@ class Deletion:
             self.retry_later([block_name(namespace, key) for key in keys])
             self._epochs.keys.add(namespace, keys)  # the comparison publishes them
 
-    def _start_keys(
-        self,
-        requester: Requester,
-        request: int,
-        namespace: NamespaceEntry,
-        keys: set[bytes],
-        delete_here: Callable[[Requester], None],
-    ) -> None:
-        """Deletes keys of a namespace whose epoch is known: here, on the network, then on other nodes."""
-        targets = [block_name(namespace, key) for key in keys]
-        self._start(requester, request, targets, delete_here, Keyed(namespace, keys))
-
     def _start(
         self,
         requester: Requester,
         request: int,
-        targets: Sequence[Target],
+        what: list[bytes] | Keyed,
         delete_here: Callable[[Requester], None],
-        keyed: Keyed | None = None,
     ) -> None:
-        """Deletes targets here and then on the network. `keyed`: the targets are objects of these keys."""
+        """Deletes namespaces, by fingerprint, or keys: here, on the network, then on other nodes.
+
+        The epoch of the keys' namespace is known.
+        """
+        keyed = what if isinstance(what, Keyed) else None
+        targets: list[Target] = (
+            [block_name(what.namespace, key) for key in what.keys] if isinstance(what, Keyed) else [*what]
+        )
         self._eligibility.deletions.update(targets)
         # An upload that has started would write its object after the deletion.
         uploads = self._uploads.within(set(targets))
