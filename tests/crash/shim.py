@@ -14,7 +14,7 @@ STEP is `name:n`, the n-th call of
 or `*`: every call of the first four while the file FAULT_FILE (--while) exists. FAULT is `kill` (SIGKILL),
 `torn` (half of the bytes are written, then SIGKILL), `hang` (with --while: reads too, each step waits until
 the file is gone), `slow` (with --while: reads and writes share the bytes/s in the file) or an errno such as
-EIO. `--log` gets a line a step.
+EIO. `--log` gets a line a step. With `--from`, steps count once that file exists.
 `--clock` names a file with seconds that `time.time` is off.
 """
 
@@ -39,11 +39,14 @@ import lmdb
 class Steps:
     """Counts steps on all threads, and fails at the one that was asked for."""
 
-    def __init__(self, at: str, fault: str, log: Path | None, whenever: Path | None) -> None:
+    def __init__(
+        self, at: str, fault: str, log: Path | None, whenever: Path | None, since: Path | None
+    ) -> None:
         self._at = at
         self._fault = fault
         self._log = log
         self._while = whenever
+        self._since = since
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
 
@@ -66,6 +69,8 @@ class Steps:
                 time.sleep(0.001)
             return
         with self._lock:
+            if self._since is not None and not self._since.exists():
+                return
             self._counts[name] += 1
             step = f"{name}:{self._counts[name]}"
             if self._log is not None:
@@ -166,13 +171,14 @@ def main() -> None:
     parser.add_argument("--at", default="")
     parser.add_argument("--do", default="kill")
     parser.add_argument("--while", dest="whenever", type=Path)
+    parser.add_argument("--from", dest="since", type=Path)
     parser.add_argument("--log", type=Path)
     parser.add_argument("--clock", type=Path)
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     if options.clock is not None:
         _hook_clock(options.clock)
-    steps = Steps(options.at, options.do, options.log, options.whenever)
+    steps = Steps(options.at, options.do, options.log, options.whenever, options.since)
     _hook_device(steps)
     if options.do in ("hang", "slow"):
         _hook_reads(steps)
