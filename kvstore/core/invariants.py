@@ -45,6 +45,9 @@ def check(leases: LeaseTable) -> None:
     for lease in leases.leases.values():
         lent[lease.tenant, lease.reader] += lease.lent_bytes
     assert +lent == leases.lent, "bytes lent to other tenants miscounted"
+    writers = Counter(reservation.namespace.number for reservation in leases.reservations.values())
+    assert dict(writers) == dict(leases.writers), "reservations of namespaces miscounted"
+    assert leases.residency.chains.holes.keys() <= leases.namespaces.keys(), "holes of a closed namespace"
 
 
 def _rows_by_namespace(r: Residency) -> dict[int, Rows]:

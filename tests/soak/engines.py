@@ -62,7 +62,8 @@ class Engine:
         try:
             getattr(self, f"_{name}")()
         except KVStoreError as error:
-            self.report.counts[f"{name}: {type(error).__name__}"] += 1
+            why = error.message.partition(":")[0]
+            self.report.counts[f"{name}: {type(error).__name__}, {why}"] += 1
         else:
             self.report.counts[name] += 1
 

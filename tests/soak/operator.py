@@ -47,7 +47,8 @@ class Operator:
         try:
             what()
         except KVStoreError as error:
-            self.done[f"{what.__name__}: {type(error).__name__}"] += 1
+            why = error.message.partition(":")[0]
+            self.done[f"{what.__name__}: {type(error).__name__}, {why}"] += 1
         else:
             self.done[what.__name__] += 1
         return what.__name__

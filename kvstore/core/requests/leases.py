@@ -300,7 +300,10 @@ class LeaseTable:
         """Ends a reservation. Its slots stay held."""
         reservation = self.reservations.pop(number)
         self.held[reservation.client].discard(number)
-        self.writers[reservation.namespace.number] -= 1
+        namespace = reservation.namespace.number
+        self.writers[namespace] -= 1
+        if not self.writers[namespace]:
+            del self.writers[namespace]
         return reservation
 
     def may_hold(self, client: int) -> bool:

@@ -120,7 +120,6 @@ class NamespaceTable:
                 del self._r.namespaces[namespace.number]
                 self._r.presence.retire(namespace.number)
                 self._r.chains.holes.pop(namespace.number, None)
-                self._leases.writers.pop(namespace.number, None)
                 self._leases.say(NamespaceClosed(namespace.number))
                 excess -= 1
         return not excess
