@@ -40,7 +40,7 @@ class Steps:
     """Counts steps on all threads, and fails at the one that was asked for."""
 
     def __init__(
-        self, at: str, fault: str, log: Path | None, whenever: Path | None, since: Path | None
+        self, at: str, fault: str, log: Path | None, whenever: Path | None, since: Path | None = None
     ) -> None:
         self._at = at
         self._fault = fault

@@ -179,7 +179,9 @@ def slabs_of(folder: Path) -> bytes:
 def run(folder: Path, number: int) -> int:
     """The exit code of a process that is killed at its step of that number, if there are so many."""
     command = [sys.executable, "-m", "tests.tiers.nvme.renewing", str(folder), str(number)]
-    return subprocess.run(command, timeout=60, check=False, capture_output=True).returncode
+    ended = subprocess.run(command, timeout=60, check=False, capture_output=True, text=True)
+    assert ended.returncode in (0, -signal.SIGKILL), ended.stderr
+    return ended.returncode
 
 
 def after_crash(folder: Path) -> dict[str, Any]:
@@ -216,7 +218,6 @@ def test_a_kill_at_any_step_mixes_no_blocks(before: Path, tmp_path: Path) -> Non
         folder = tmp_path / f"{number}"
         shutil.copytree(before, folder)
         code = run(folder, number)
-        assert code in (0, -signal.SIGKILL)
         found = after_crash(folder)
         owners.add(found["owner"])
     assert number > 15
