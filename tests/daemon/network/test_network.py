@@ -171,7 +171,7 @@ def test_invalidated_blocks_do_not_come_back(shared: str) -> None:
         assert ours.invalidate(keys[5:]) == 5
         assert ours.lookup(keys) == got(ours, keys) == 5
         eventually(lambda: not network(a)["going_blocks"])
-        assert got(b.namespace(layout), keys) == 5
+        assert eventually(lambda: got(b.namespace(layout), keys)) == 5
         ours.put(keys[5:], payloads(keys[5:]), parent=keys[4])
         there(a, 10)
         time.sleep(1.1)
