@@ -24,6 +24,9 @@ from tests.daemons import eventually, log_of, names, room_for
 FAULTS = {"commit": ("kill", "ENOSPC"), "apply": ("kill",), "committed": ("kill",), "unlink": ("kill", "EIO")}
 """By step, what happens there."""
 
+SHARED = "commit", "apply", "committed"
+"""Steps of which there are fewer where more changes share a commit."""
+
 LAYOUT = Layout(model="removal", block_bytes=BLOCK)
 BLOCKS = 12
 _TRIES = 4
@@ -88,7 +91,7 @@ def _count() -> Counter[str]:
 def visit(at: str, fault: str, kept: bool) -> list[str]:
     """What is wrong after the removal met a fault and the daemon was started again.
 
-    A step that is not reached is tried again: how many there are depends on which changes share a commit.
+    A step that is not reached is tried again. It may be missing if changes shared a commit each time.
     """
     problems: list[str] = []
     for _ in range(_TRIES):
@@ -96,6 +99,10 @@ def visit(at: str, fault: str, kept: bool) -> list[str]:
             problems = _visit(Path(name), at, fault, kept)
         if problems != ["not reached"]:
             break
+    else:
+        step, _, number = at.partition(":")
+        if step in SHARED and int(number) > 1:
+            return []
     return [f"{fault} at {at}, {'kept' if kept else 'not kept'}: {problem}" for problem in problems]
 
 
