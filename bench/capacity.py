@@ -7,8 +7,9 @@ step (2048 tokens), with write-through to NVMe. Every shard has blocks of its ow
 decisions of the daemon do not depend on bytes.
 
 The rate of a node with more cores is bounded by the daemon's loop, so the figure is the reciprocal of the
-daemon's CPU time a prompt. The reference is the busiest 10 s of a public hour of chat requests, all of them
-on one node: Mooncake's conversation trace (FAST'25), 90,000 asked tokens a second.
+daemon's CPU time a prompt; of several daemons, which share the shards and the bytes, of the busiest one's.
+The reference is the busiest 10 s of a public hour of chat requests, all of them on one node: Mooncake's
+conversation trace (FAST'25), 90,000 asked tokens a second.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import cycle
 
 import numpy as np
 
@@ -36,11 +38,12 @@ DRAM_BYTES, NVME_BYTES = 512 * MIB, 4 * GIB
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """The engines of a node, the shards of each, and the tokens of a block."""
+    """The engines of a node, the shards of each, the tokens of a block, and the daemons."""
 
     engines: int
     shards: int
     block_tokens: int = 16
+    daemons: int = 1
     prompt_tokens: int = PROMPT_TOKENS
     step_tokens: int = STEP_TOKENS
 
@@ -79,10 +82,12 @@ NODES = {
     "1-engine": Node(1, 1),
     "8-engines": Node(8, 1),
     "8-engines-of-8-shards": Node(8, 8),
+    "8-engines-of-8-shards/2-daemons": Node(8, 8, daemons=2),
     "8-engines-of-8-shards/128-tokens": Node(8, 8, 128),
+    "8-engines-of-8-shards/128-tokens/2-daemons": Node(8, 8, 128, 2),
 }
 SMOKE = {
-    name: Node(min(2, node.engines), min(2, node.shards), node.block_tokens, 2048, 512)
+    name: Node(min(2, node.engines), min(2, node.shards), node.block_tokens, node.daemons, 2048, 512)
     for name, node in NODES.items()
 }
 
@@ -90,21 +95,27 @@ SMOKE = {
 def run(bench: Bench) -> Iterator[Result]:
     """Yields one row per node."""
     for name, node in bench.pick(NODES, SMOKE).items():
-        with bench.scratch() as folder, serve(DRAM_BYTES, (folder, NVME_BYTES)) as (client, daemon):
+        with ExitStack() as daemons:
+            tiers = DRAM_BYTES // node.daemons, NVME_BYTES // node.daemons
+            served = [
+                daemons.enter_context(serve(tiers[0], (daemons.enter_context(bench.scratch()), tiers[1])))
+                for _ in range(node.daemons)
+            ]
             bench.doing(f"{name}: storing the shared half")
             shared = [os.urandom(32) for _ in range(node.half)]
-            for layout in node.layouts:
+            for layout, (client, _) in zip(node.layouts, cycle(served)):
                 stored = _store(client.namespace(layout), shared, None, node.step)
                 expect(stored, len(shared), "blocks stored")
-            wait_until(client, lambda status: not status["copies_under_way"], 0.05)
+            for client, _ in served:
+                wait_until(client, lambda status: not status["copies_under_way"], 0.05)
             bench.doing(name)
+            urls, pids = [daemon.url for _, daemon in served], [daemon.pid for _, daemon in served]
             with ExitStack() as stack:
-                ends = [
-                    stack.enter_context(running(_ask, daemon.url, node, shared)) for _ in range(node.engines)
-                ]
-                before_s, start = cpu_seconds(daemon.pid), time.monotonic()
+                ends = [stack.enter_context(running(_ask, urls, node, shared)) for _ in range(node.engines)]
+                before_s, start = [cpu_seconds(pid) for pid in pids], time.monotonic()
                 time.sleep(bench.pick(max(1.0, bench.seconds), 0.3))
-                used_s, over = cpu_seconds(daemon.pid) - before_s, time.monotonic()
+                used_s = max(cpu_seconds(pid) - before for pid, before in zip(pids, before_s, strict=True))
+                over = time.monotonic()
                 asked = [prompt for end in ends for prompt in end()]
             new = len(asked) * node.half * node.shards
             denied = 1 - sum(prompt.stored for prompt in asked) / new
@@ -132,12 +143,14 @@ def _row(
     return Result(row, rate, "prompts/s", needed, rate / needed, len(asked), target=target, extra=extra)
 
 
-def _ask(cue: Cue, url: str, node: Node, shared: list[bytes]) -> list[Prompt]:
-    """Asks for prompt after prompt, and returns them."""
+def _ask(cue: Cue, urls: list[str], node: Node, shared: list[bytes]) -> list[Prompt]:
+    """Asks for prompt after prompt, and returns them. Shards are dealt out to the daemons at `urls`."""
     asked: list[Prompt] = []
     with ExitStack() as stack:
-        clients = [stack.enter_context(Client(url, deadline_s=30.0, strict=True)) for _ in range(node.shards)]
-        shards = [client.namespace(layout) for client, layout in zip(clients, node.layouts, strict=True)]
+        shards = [
+            stack.enter_context(Client(url, deadline_s=30.0, strict=True)).namespace(layout)
+            for layout, url in zip(node.layouts, cycle(urls))
+        ]
         while not (asked and cue.is_set()):
             new = [os.urandom(32) for _ in range(node.half)]
             began, stored = time.monotonic(), 0

@@ -84,7 +84,13 @@ BENCHES = {
     "capacity": Entry(
         "capacity:run",
         _named(
-            "capacity", "1-engine", "8-engines", "8-engines-of-8-shards", "8-engines-of-8-shards/128-tokens"
+            "capacity",
+            "1-engine",
+            "8-engines",
+            *(
+                "8-engines-of-8-shards" + end
+                for end in ("", "/2-daemons", "/128-tokens", "/128-tokens/2-daemons")
+            ),
         ),
     ),
     "evict": Entry("evict:run", _named("evict", "lru", "arc", "s3fifo", "lfuda", "gdsf", "sieve", "hazard")),

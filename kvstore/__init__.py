@@ -5,6 +5,7 @@ from kvstore.client.aio import AsyncClient, AsyncNamespace
 from kvstore.client.barrier import ExceptionBarrier
 from kvstore.client.calls.tracing import trace_parent
 from kvstore.client.calls.writes import Put
+from kvstore.client.checks import split_urls
 from kvstore.client.estimates import Estimate, StoredPrefix
 from kvstore.client.gpu import DeviceLease, DeviceReservation
 from kvstore.client.leases import Lease, PutResult, Reservation
@@ -53,6 +54,7 @@ __all__ = [
     "on_device",
     "parse_options",
     "process_started_ns",
+    "split_urls",
     "trace_parent",
     "why_no_gpu",
 ]

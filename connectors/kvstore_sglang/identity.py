@@ -55,6 +55,11 @@ def layout_of(config: Any, pages: HostPages, name: str, revision: str, pool: Poo
     )
 
 
+def shard_number(config: Any) -> int:
+    """Returns the number of a shard among all shards of an engine. Ranks with the same latents are one."""
+    return int(config.pp_rank * config.tp_size + (0 if config.is_mla_model else config.tp_rank))
+
+
 def model_name(by_content: bool) -> str:
     """Returns the name of the model in its namespace: of a folder named by content, not its path."""
     if by_content:

@@ -47,9 +47,10 @@ SERVED_DTYPES = ("torch.bfloat16", "torch.float16", "torch.float32")
 class BackendSettings:
     """The options of the backend.
 
-    `url`: the daemon; empty: KVSTORE_SOCKET or the default path. `token`: of the engine's tenant; empty:
-    KVSTORE_TOKEN. `deadline_s`: bounds every call. `weights_revision`: names the weights instead of their
-    files or commit. `model`: names the model instead of its path or class.
+    `url`: the daemon, or several, separated by commas, which share the engine's shards; empty: KVSTORE_SOCKET
+    or the default path. `token`: of the engine's tenant; empty: KVSTORE_TOKEN. `deadline_s`: bounds every
+    call. `weights_revision`: names the weights instead of their files or commit. `model`: names the model
+    instead of its path or class.
     """
 
     url: str = ""

@@ -28,9 +28,9 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
-from kvstore import Client, ExceptionBarrier, Key, Namespace, Put, Reservation
+from kvstore import Client, ExceptionBarrier, Key, Namespace, Put, Reservation, split_urls
 from kvstore.errors import ConfigError
-from kvstore_sglang.identity import layout_of, model_name
+from kvstore_sglang.identity import layout_of, model_name, shard_number
 from kvstore_sglang.pages import HostPages
 from kvstore_sglang.settings import BackendSettings, check_engine
 from kvstore_sglang.weights import changed, naming_of, watch_updates, weights_of
@@ -44,8 +44,8 @@ _SERVED_POOLS = (PoolName.KV, PoolName.SWA)
 class HiCacheKVStore(HiCacheStorage):  # type: ignore[misc, unused-ignore]
     """A HiCache storage backend whose pages are blocks of a kvstore daemon.
 
-    The constructor raises ConfigError for unknown options, and for engines that are not served. It needs no
-    daemon. `failures` counts internal failures by hook.
+    The constructor raises ConfigError for unknown options, and for engines that are not served, and
+    MisuseError for invalid URLs. It needs no daemon. `failures` counts internal failures by hook.
     """
 
     def __init__(self, storage_config: Any, kwargs: dict[str, Any] | None = None) -> None:
@@ -58,7 +58,10 @@ class HiCacheKVStore(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         self._naming = naming_of(weights)
         # A revision may name the weights of several models, so the path counts.
         self._model = settings.model or model_name(weights.by_content)
-        self._client = Client(settings.url or None, settings.token or None, settings.deadline_s)
+        # With several daemons, each has the blocks of some shards.
+        urls = split_urls(settings.url) or [""]
+        url = urls[shard_number(storage_config) % len(urls) if len(urls) > 1 else 0]
+        self._client = Client(url or None, settings.token or None, settings.deadline_s)
         self._guard = ExceptionBarrier(logger)
         self.failures = self._guard.failures
         self._lock = threading.Lock()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from kvstore import Estimate, Layout
@@ -55,6 +56,14 @@ def patience_s(compute_s: float | None, deadline_s: float) -> float:
     if compute_s is None:
         return deadline_s
     return min(deadline_s, max(_PATIENCE_LEAST_S, _PATIENCE * compute_s))
+
+
+def seconds_left(ends: float) -> float:
+    """Returns the seconds until `ends` (monotonic clock). Raises TimeoutError if there are none."""
+    left = ends - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("the deadline of the transfer has passed")
+    return left
 
 
 def _blocks(group: Group, computed_tokens: int, tokens: int) -> int:

@@ -25,9 +25,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-from kvstore import Client, ExceptionBarrier, Layout, WeightsNaming
+from kvstore import ExceptionBarrier, Layout, WeightsNaming
 from kvstore.errors import ConfigError
 from kvstore_vllm import identity
+from kvstore_vllm.daemons import Daemons
 from kvstore_vllm.groups import Group, groups_of, in_parts
 from kvstore_vllm.messages import Handshake, Progress, Step
 from kvstore_vllm.metrics import Figures, PromMetrics
@@ -72,7 +73,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._awaits_names = False
         self._unnamed = False
         # Strict: the halves count why the daemon has not answered.
-        self._client = Client(settings.url or None, deadline_s=settings.deadline_s, strict=True)
+        self._daemons = Daemons.at(settings.url, settings.deadline_s)
         page_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         drops = drops_last_block(vllm_config)
         self._groups = groups_of(kv_cache_config, settings.blocks_per_key(page_tokens), drops)
@@ -82,7 +83,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._naming: WeightsNaming | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(
-                self._client,
+                self._daemons,
                 self._guard,
                 self._groups,
                 kv_cache_config.cache_hit_alignment_tokens or page_tokens,
@@ -251,7 +252,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _serving(self, revision: str) -> WorkerHalf:
         return WorkerHalf(
-            self._client,
+            self._daemons,
             self._guard,
             [replace(each, layout=replace(each.layout, revision=revision)) for each in self._memory],
             self._kv_cache_config.num_blocks,
@@ -270,8 +271,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             block_bytes=block_bytes,
             dtype=f"{config.model_config.dtype}, cache {config.cache_config.cache_dtype}",
             block_tokens=group.block_tokens,
-            shard=f"tp {tp.rank_in_group // same}/{tp.world_size // same}, "
-            f"pp {pp.rank_in_group}/{pp.world_size}",
+            shard=identity.shard_name(
+                tp.rank_in_group // same, tp.world_size // same, pp.rank_in_group, pp.world_size
+            ),
             kv_layout=identity.kv_layout(
                 config,
                 [each.kv_cache_spec for each in self._kv_cache_config.kv_cache_groups],
@@ -396,7 +398,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 self._worker.close()
             if self._scheduler:
                 self._scheduler.close()
-            self._client.close()
+            self._daemons.close()
 
     def _half(self) -> SchedulerHalf:
         assert self._scheduler is not None, "a scheduler's hook was called in a worker"

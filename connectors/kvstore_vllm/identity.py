@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from importlib.metadata import entry_points, version
@@ -41,6 +42,17 @@ def drafted(config: Any, by_content: bool) -> list[object] | None:
 def model_name(model: Any, by_content: bool) -> str:
     """Returns the name of a model in its namespace: of a folder named by content, not its path."""
     return str(model.architecture) if by_content else str(model.model)
+
+
+def shard_name(rank: int, ranks: int, stage: int, stages: int) -> str:
+    """Returns the name of a tensor-parallel rank of a pipeline stage; ranks with the same KV are one."""
+    return f"tp {rank}/{ranks}, pp {stage}/{stages}"
+
+
+def shard_number(name: str) -> int:
+    """Returns the number of a shard among all shards of an engine, from `shard_name`."""
+    rank, ranks, stage, _ = map(int, re.findall(r"\d+", name))
+    return stage * ranks + rank
 
 
 def in_epoch(layout: Layout, epoch: str) -> Layout:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from kvstore import Client, Layout, StoredPrefix
 from kvstore.errors import DeniedError, UnavailableError
-from kvstore_vllm.budget import estimates
+from kvstore_vllm.budget import estimates, seconds_left
+from kvstore_vllm.daemons import Daemons
 from kvstore_vllm.groups import Found, Group, PrefixFinder, in_parts
 from kvstore_vllm.metrics import UNANSWERED
 from kvstore_vllm.options import OWN, Scope
 from kvstore_vllm.prefill_rate import PrefillRate
 from kvstore_vllm.tenants import Tenants, namespace
+
+_Shard: TypeAlias = "tuple[list[Any], list[Any]]"
 
 
 class Lookup:
@@ -24,19 +28,19 @@ class Lookup:
 
     Blocks of full attention that would load slower than the engine computes them, at `rate`, are not loaded.
     `deadline_s`: bounds a lookup; the scheduler, and so every request, waits for it. `drops`: vLLM drops the
-    last block of a hit. Answers are those of `scope`, whose client is `client`.
+    last block of a hit. Answers are those of `scope`, whose clients are `daemons`.
     """
 
     def __init__(
         self,
-        client: Client,
+        daemons: Daemons,
         groups: Sequence[Group],
         rate: PrefillRate,
         deadline_s: float,
         drops: bool = False,
         scope: Scope = OWN,
     ) -> None:
-        self._client = client
+        self._daemons = daemons
         self._rate = rate
         self._deadline_s = deadline_s
         self._scope = scope
@@ -56,7 +60,7 @@ class Lookup:
     def open(self, epoch: str) -> None:
         """Asks from now on for blocks since the reset named `epoch`."""
         self._namespaces = [
-            [namespace(self._client, self._scope, epoch, layout) for layout in shard]
+            [namespace(self._daemons, self._scope, epoch, layout) for layout in shard]
             for shard in self._layouts
         ]
 
@@ -89,19 +93,29 @@ class Lookup:
         for group in self._full[:1] if self._namespaces else ():
             chain, n = keys[group.number], tokens // group.block_tokens
             with suppress(*UNANSWERED):
-                self._client.lookup(
-                    [
-                        (shard[group.number], chain[:n], len(chain), estimate[group.number])
-                        for shard, estimate in self._estimated(computed_tokens, tokens)
-                    ],
-                    deadline_s=self._deadline_s,
-                )
+                for daemon, shards, deadline_s in self._asked(computed_tokens, tokens):
+                    daemon.lookup(
+                        [
+                            (shard[group.number], chain[:n], len(chain), estimate[group.number])
+                            for shard, estimate in shards
+                        ],
+                        deadline_s=deadline_s,
+                    )
 
-    def _estimated(self, computed_tokens: int, tokens: int) -> Iterable[tuple[list[Any], list[Any]]]:
-        """Returns the namespaces of each worker's groups, and what a lookup says of loading these tokens."""
-        compute_s, load_s = self._rate.seconds(computed_tokens, tokens), self._client.deadline_s
+    def _asked(self, computed_tokens: int, tokens: int) -> Iterator[tuple[Client, list[_Shard], float]]:
+        """Yields each daemon, the shards that it has, and the deadline of its answer in s.
+
+        A shard is the namespaces of a worker's groups, and what a lookup says of loading these tokens. Raises
+        TimeoutError at the deadline of all answers.
+        """
+        compute_s, load_s = self._rate.seconds(computed_tokens, tokens), self._daemons.deadline_s
         made = estimates(compute_s, self._groups, self._layouts, computed_tokens, tokens, load_s)
-        return zip(self._namespaces, made, strict=True)
+        by_daemon: dict[Client, list[_Shard]] = {}
+        for layouts, shard in zip(self._layouts, zip(self._namespaces, made, strict=True), strict=True):
+            by_daemon.setdefault(self._daemons.of(layouts[0]), []).append(shard)
+        ends = time.monotonic() + self._deadline_s
+        for daemon, shards in by_daemon.items():
+            yield daemon, shards, self._deadline_s if len(by_daemon) == 1 else seconds_left(ends)
 
     def _longest(self, request: Any, stored: list[set[int]], most: int) -> Found:
         """Returns the longest stored prefix of at most `most` tokens."""
@@ -134,25 +148,25 @@ class Lookup:
         self, keys: list[list[bytes]], first: bool, computed_tokens: int, tokens: int
     ) -> tuple[list[StoredPrefix], list[Any]]:
         """Returns what every worker can load: the prefixes of groups of full attention, and which blocks of
-        the others. One round trip for all groups and workers.
+        the others. One round trip to each daemon for all groups and workers.
         """
         # Every shard counts the prompt, so that the hit ratio is that of one shard.
         prompt = {group.number: len(keys[group.number]) for group in self._full[:1] if first}
         if not self._namespaces:
             return [StoredPrefix() for _ in self._full], [np.empty(0, np.bool_) for _ in self._others]
-        prefixes, masks = self._client.lookup(
-            [
-                (shard[n], keys[n], prompt.get(n, 0), estimate[n])
-                for shard, estimate in self._estimated(computed_tokens, tokens)
-                for n in (group.number for group in self._full)
-            ],
-            [
-                (shard[group.number], keys[group.number])
-                for shard in self._namespaces
-                for group in self._others
-            ],
-            self._deadline_s,
-        )
+        prefixes, masks = list[StoredPrefix](), list[Any]()
+        for daemon, shards, deadline_s in self._asked(computed_tokens, tokens):
+            found = daemon.lookup(
+                [
+                    (shard[n], keys[n], prompt.get(n, 0), estimate[n])
+                    for shard, estimate in shards
+                    for n in (group.number for group in self._full)
+                ],
+                [(shard[group.number], keys[group.number]) for shard, _ in shards for group in self._others],
+                deadline_s,
+            )
+            prefixes += found[0]
+            masks += found[1]
         full, others = len(self._full), len(self._others)
         return (
             [StoredPrefix.shortest(prefixes[i::full]) for i in range(full)],
@@ -166,9 +180,9 @@ class ScopeLookups:
     `deadline_s`: bounds the first call to the daemon with a token.
     """
 
-    def __init__(self, client: Client, make: Callable[[Client, Scope], Lookup], deadline_s: float) -> None:
+    def __init__(self, daemons: Daemons, make: Callable[[Daemons, Scope], Lookup], deadline_s: float) -> None:
         self._make = make
-        self._tenants = Tenants(client, deadline_s, tries=True)
+        self._tenants = Tenants(daemons, deadline_s, tries=True)
         self._layouts: list[list[Layout]] = []
         self._epoch = ""
         self._coordinator: Any = None
@@ -191,7 +205,9 @@ class ScopeLookups:
         Raises RefusedError for a token that the daemon refuses, and UNANSWERED.
         """
         try:
-            lookup = self._tenants.opened(scope, self._epoch, None, lambda client: self._made(client, scope))
+            lookup = self._tenants.opened(
+                scope, self._epoch, None, lambda daemons: self._made(daemons, scope)
+            )
             return lookup.find(request, salt, first, computed_tokens)
         except (UnavailableError, DeniedError) as error:
             self._tenants.check(scope, error)
@@ -201,8 +217,8 @@ class ScopeLookups:
         """Closes the clients of tenants."""
         self._tenants.close()
 
-    def _made(self, client: Client, scope: Scope) -> Lookup:
-        lookup = self._make(client, scope)
+    def _made(self, daemons: Daemons, scope: Scope) -> Lookup:
+        lookup = self._make(daemons, scope)
         lookup.bind(self._coordinator)
         lookup.meet(self._layouts, self._epoch)
         return lookup

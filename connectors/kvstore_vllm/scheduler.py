@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvstore import Client, ExceptionBarrier, Layout, trace_parent
+from kvstore import ExceptionBarrier, Layout, trace_parent
 from kvstore_vllm.adapters import Adapters
 from kvstore_vllm.budget import patience_s
+from kvstore_vllm.daemons import Daemons
 from kvstore_vllm.groups import Found, Group
 from kvstore_vllm.handoff import Handoffs
 from kvstore_vllm.lookup import Lookup, ScopeLookups
@@ -70,7 +71,7 @@ class SchedulerHalf:
 
     def __init__(
         self,
-        client: Client,
+        daemons: Daemons,
         guard: ExceptionBarrier,
         groups: Sequence[Group],
         alignment: int,
@@ -82,7 +83,7 @@ class SchedulerHalf:
         step_tokens: int = 8192,
         drops: bool = False,
     ) -> None:
-        self._client = client
+        self._daemons = daemons
         self._guard = guard
         self._groups = list(groups)
         self._hash_tokens = groups[0].block_tokens // groups[0].hashes_per_key
@@ -93,11 +94,11 @@ class SchedulerHalf:
         self._whole_inputs = whole_inputs
         self._rate = PrefillRate(step_tokens)
 
-        def lookup(client: Client, scope: Scope = OWN) -> Lookup:
-            return Lookup(client, groups, self._rate, lookup_deadline_s, drops, scope)
+        def lookup(daemons: Daemons, scope: Scope = OWN) -> Lookup:
+            return Lookup(daemons, groups, self._rate, lookup_deadline_s, drops, scope)
 
-        self._lookup = lookup(client)
-        self._scopes = ScopeLookups(client, lookup, lookup_deadline_s)
+        self._lookup = lookup(daemons)
+        self._scopes = ScopeLookups(daemons, lookup, lookup_deadline_s)
         self._tracked: dict[str, Tracked] = {}
         self._matched: dict[str, Match] = {}
         self._tried: dict[str, int] = {}
@@ -228,7 +229,7 @@ class SchedulerHalf:
         if external_tokens:
             # What another engine has promised may come late, and this one is not to compute it.
             compute_s = None if match.waits else self._rate.seconds(first, stop)
-            within_s = patience_s(compute_s, self._client.deadline_s)
+            within_s = patience_s(compute_s, self._daemons.deadline_s)
             wanted = [part for part in parts if part.block_ids]
             self._next.loads.append(Load(request_id, wanted, match.waits, options.scope, within_s))
 
@@ -265,7 +266,7 @@ class SchedulerHalf:
                     self._tails.hold_state(tracked, *offer)
         if orders.loads or orders.saves or orders.hints:
             self._number += 1
-            self._awake_until = time.monotonic() + self._client.deadline_s + _AWAKE_S
+            self._awake_until = time.monotonic() + self._daemons.deadline_s + _AWAKE_S
         orders.number = self._number
         with self._guard("save"):
             self._references.number(self._number)

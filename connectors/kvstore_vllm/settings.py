@@ -75,11 +75,12 @@ HINTS = {
 class ConnectorSettings:
     """The options of the connector.
 
-    `url`: the daemon; empty: KVSTORE_SOCKET or the default path. `deadline_s`: bounds every transfer.
-    `lookup_deadline_s`: bounds every lookup, for which the scheduler waits. `load`: "async" (a request waits
-    for its blocks while others run) or "sync" (the step waits). `block_tokens`: tokens of a stored block; 0:
-    as many as a page. `weights_revision`: names the weights instead of their files or commit.
-    `without_prefix_caching`: the reason to serve an engine with prefix caching off; empty: refuse.
+    `url`: the daemon, or several, separated by commas, which share the engine's shards; empty: KVSTORE_SOCKET
+    or the default path. `deadline_s`: bounds every transfer. `lookup_deadline_s`: bounds every lookup, for
+    which the scheduler waits. `load`: "async" (a request waits for its blocks while others run) or "sync"
+    (the step waits). `block_tokens`: tokens of a stored block; 0: as many as a page. `weights_revision`:
+    names the weights instead of their files or commit. `without_prefix_caching`: the reason to serve an
+    engine with prefix caching off; empty: refuse.
     """
 
     url: str = ""

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from kvstore import Client, Layout, Namespace
+from kvstore import Layout, Namespace
 from kvstore.errors import KVStoreError, RemoteProtocolError, UnavailableError
+from kvstore_vllm.daemons import Daemons
 from kvstore_vllm.identity import in_epoch, with_ttl
 from kvstore_vllm.options import Scope
 
@@ -36,7 +37,7 @@ class RefusedError(KVStoreError):
 
 @dataclass(slots=True)
 class _Tenant:
-    client: Client
+    daemons: Daemons
     used_s: float = 0.0
     epoch: str = ""
     opened: dict[Any, Any] = field(default_factory=dict)
@@ -51,7 +52,7 @@ class Tenants:
 
     def __init__(
         self,
-        own: Client,
+        own: Daemons,
         deadline_s: float,
         tries: bool = False,
         clock: Callable[[], float] = time.monotonic,
@@ -64,8 +65,8 @@ class Tenants:
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
         self._refused: OrderedDict[str, tuple[float, str]] = OrderedDict()
 
-    def opened(self, scope: Scope, epoch: str, what: object, make: Callable[[Client], T]) -> T:
-        """Returns what `make` makes of the scope's client for `what`, once since the reset named `epoch`.
+    def opened(self, scope: Scope, epoch: str, what: object, make: Callable[[Daemons], T]) -> T:
+        """Returns what `make` makes of the scope's clients for `what`, once since the reset named `epoch`.
 
         Raises RefusedError for a token that the daemon refuses.
         """
@@ -76,17 +77,17 @@ class Tenants:
                 tenant.opened.clear()
             key = scope.ttl_s, what
             if key not in tenant.opened:
-                tenant.opened[key] = make(tenant.client)
+                tenant.opened[key] = make(tenant.daemons)
             result: T = tenant.opened[key]
             return result
 
     def namespace(self, scope: Scope, epoch: str, layout: Layout) -> Namespace:
         """Returns the blocks of a scope with this layout."""
-        return self.opened(scope, epoch, layout, lambda client: namespace(client, scope, epoch, layout))
+        return self.opened(scope, epoch, layout, lambda daemons: namespace(daemons, scope, epoch, layout))
 
-    def client(self, scope: Scope) -> Client:
-        """Returns the client of a scope. Raises RefusedError for a token that the daemon refuses."""
-        return self._tenant(scope.token).client
+    def daemons(self, scope: Scope) -> Daemons:
+        """Returns the clients of a scope. Raises RefusedError for a token that the daemon refuses."""
+        return self._tenant(scope.token).daemons
 
     def check(self, scope: Scope, error: Exception) -> None:
         """Takes the error of a call of the scope's client. Raises RefusedError if its token is refused."""
@@ -99,7 +100,7 @@ class Tenants:
                 self._refused.popitem(last=False)
             tenant = self._tenants.pop(scope.token, None)
         if tenant is not None:
-            tenant.client.close()
+            tenant.daemons.close()
         raise RefusedError(f"the daemon refuses the token of a request: {why}") from error
 
     def close(self) -> None:
@@ -107,7 +108,7 @@ class Tenants:
         with self._lock:
             tenants, self._tenants = self._tenants, OrderedDict()
         for tenant in tenants.values():
-            tenant.client.close()
+            tenant.daemons.close()
 
     def __len__(self) -> int:
         """Returns the number of clients beside the engine's own."""
@@ -130,18 +131,18 @@ class Tenants:
             self._tenants.move_to_end(token)
             closed = self._unused(now)
         for each in closed:
-            each.client.close()
+            each.daemons.close()
         return tenant
 
     def _made(self, token: str) -> _Tenant:
-        client = Client(f"unix://{self._own.client.path}", token, self._deadline_s, strict=True)
+        daemons = self._own.daemons.for_token(token, self._deadline_s)
         if self._tries:
             try:
-                client.ping()
+                daemons.ping()
             except UnavailableError as error:
                 # Of a daemon that is away nothing is known: later calls will tell.
                 self.check(Scope(token), error)
-        return _Tenant(client)
+        return _Tenant(daemons)
 
     def _unused(self, now: float) -> list[_Tenant]:
         """Forgets clients that have not been used for long, or are too many; returns them."""
@@ -154,6 +155,6 @@ class Tenants:
         return closed
 
 
-def namespace(client: Client, scope: Scope, epoch: str, layout: Layout) -> Namespace:
+def namespace(daemons: Daemons, scope: Scope, epoch: str, layout: Layout) -> Namespace:
     """Returns the namespace of a scope's client."""
-    return client.namespace(with_ttl(in_epoch(layout, epoch), scope.ttl_s), ttl_s=scope.ttl_s)
+    return daemons.of(layout).namespace(with_ttl(in_epoch(layout, epoch), scope.ttl_s), ttl_s=scope.ttl_s)

@@ -14,8 +14,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvstore import Client, ExceptionBarrier, Layout, Namespace, Put, PutResult, Reservation
-from kvstore_vllm.identity import in_epoch
+from kvstore import ExceptionBarrier, Layout, Namespace, Put, PutResult, Reservation
+from kvstore_vllm.budget import seconds_left
+from kvstore_vllm.daemons import Daemons
 from kvstore_vllm.messages import Hint, Load, Part, Save, Step
 from kvstore_vllm.metrics import (
     CANCELLED,
@@ -32,7 +33,7 @@ from kvstore_vllm.metrics import (
 )
 from kvstore_vllm.options import OWN, Scope
 from kvstore_vllm.pages import SKIPPED, Pages
-from kvstore_vllm.tenants import Tenants
+from kvstore_vllm.tenants import Tenants, namespace
 
 _LOADERS = 4
 """Concurrent loads. A load from NVMe mostly waits."""
@@ -109,7 +110,7 @@ class WorkerHalf:
 
     def __init__(
         self,
-        client: Client,
+        daemons: Daemons,
         guard: ExceptionBarrier,
         groups: Sequence[GroupMemory],
         num_blocks: int,
@@ -117,8 +118,8 @@ class WorkerHalf:
         in_parts: bool = True,
         saves: bool = True,
     ) -> None:
-        self._client = client
-        self._tenants = Tenants(client, client.deadline_s)
+        self._daemons = daemons
+        self._tenants = Tenants(daemons, daemons.deadline_s)
         self._guard = guard
         self._groups = list(groups)
         self._full = next((group for group in groups if not group.layout.independent), groups[0])
@@ -172,7 +173,7 @@ class WorkerHalf:
             within_s = sum(each.within_s for each in self._loading)
         for load in step.loads:
             within_s += load.within_s
-            ends = now + min(self._client.deadline_s, within_s)
+            ends = now + min(self._daemons.deadline_s, within_s)
             loading = _Transfer(
                 load.request_id, step.epoch, step.number, time.perf_counter(), load.scope, load.within_s
             )
@@ -210,7 +211,7 @@ class WorkerHalf:
 
     def save(self, step: Step) -> None:
         """Starts the saves and hints of the step."""
-        ends = time.monotonic() + self._client.deadline_s
+        ends = time.monotonic() + self._daemons.deadline_s
         savings = list[_Saving]()
         for save in step.saves if self._saves else ():
             saving = _Transfer(save.request_id, step.epoch, step.number, time.perf_counter(), save.scope)
@@ -315,7 +316,7 @@ class WorkerHalf:
             if transfer.scope != OWN:
                 return self._tenants.namespace(transfer.scope, self._epoch, group.layout)
             if group.namespace is None:
-                group.namespace = self._client.namespace(in_epoch(group.layout, self._epoch))
+                group.namespace = namespace(self._daemons, OWN, self._epoch, group.layout)
             return group.namespace
 
     def _load(self, loading: _Transfer, load: Load, ends: float) -> None:
@@ -369,14 +370,14 @@ class WorkerHalf:
             return
         done = 0
         while True:
-            first, left_s = done, _left_s(ends)
+            first, left_s = done, seconds_left(ends)
             wait_s = _WAIT_SHARE * left_s if waits else 0.0
             with namespace.acquire(
                 part.keys[first:], left_s - wait_s, device=pages.device, wait_s=wait_s, prompt=0
             ) as lease:
                 outcome.why = LATE if lease.stored > len(lease) else NOT_STORED
                 while done - first < len(lease):
-                    _left_s(ends)
+                    seconds_left(ends)
                     last = min(done + pages.at_once, first + len(lease))
                     ids = [wanted[i * per_key : (i + 1) * per_key] for i in range(done, last)]
                     with self._copying(loading) as allowed:
@@ -427,8 +428,8 @@ class WorkerHalf:
             return
         outcome = Outcome()
         with self._guard("save"), _explained(outcome):
-            client = self._tenants.client(puts[0][0].save.scope)
-            results = client.put([put for _, put in puts], _left_s(ends))
+            daemon = self._tenants.daemons(puts[0][0].save.scope).of(self._full.layout)
+            results = daemon.put([put for _, put in puts], seconds_left(ends))
             for (saving, put), result in zip(puts, results, strict=True):
                 self._put_ended(saving, put, result)
             return
@@ -503,14 +504,6 @@ def _explained(outcome: Outcome) -> Iterator[None]:
         yield
     except UNANSWERED as error:
         outcome.why = reason_of(error)
-
-
-def _left_s(ends: float) -> float:
-    """Returns the seconds until `ends`. Raises TimeoutError if there are none."""
-    left_s = ends - time.monotonic()
-    if left_s <= 0:
-        raise TimeoutError("the deadline of the transfer has passed")
-    return left_s
 
 
 def _tell(namespace: Namespace, hint: Hint) -> int:

@@ -29,9 +29,28 @@ def socket_path(url: str | None) -> str:
     path = url.removeprefix("unix://")
     if not path.startswith("/"):
         raise MisuseError(f"cannot connect to {url!r}", "unix:///absolute/path/of/kvstore.sock")
+    if "unix://" in path:
+        raise MisuseError(f"several daemons: {url!r}", "name one, or a list with commas where several may be")
     if len(os.fsencode(path)) > 107:
         raise MisuseError(f"socket path of {len(os.fsencode(path))} bytes: {path}", "at most 107 bytes")
     return path
+
+
+def split_urls(urls: str) -> list[str]:
+    """Returns the URLs of daemons in a list separated by commas; none if it is empty.
+
+    Raises MisuseError for an invalid URL, and for one that is there twice.
+    """
+    if not urls:
+        return []
+    found = [url.strip() for url in urls.split(",")]
+    for url in found:
+        if not url:
+            raise MisuseError(f"an empty URL in {urls!r}", "unix:///absolute/path/of/kvstore.sock,...")
+        socket_path(url)
+    if len(set(map(socket_path, found))) < len(found):
+        raise MisuseError(f"a daemon is named twice in {urls!r}", "name each daemon once")
+    return found
 
 
 def check_parent(parent: Key | None, layout: Layout) -> None:

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from kvstore import AsyncClient, Client, Layout, PutResult
+from kvstore import AsyncClient, Client, Layout, PutResult, split_urls
 from kvstore.client.extents import Maps
 from kvstore.client.leases import Lease
 from kvstore.client.protocol import ProtocolState
@@ -486,11 +486,33 @@ def test_misuse_is_raised_without_a_daemon_too(driver: Driver) -> None:
         ("tcp://localhost", "cannot connect to 'tcp://localhost'"),
         ("relative/path", "unix:///absolute/path"),
         ("unix:///" + "x" * 107, "socket path of 108 bytes"),
+        ("unix:///a.sock,unix:///b.sock", "several daemons"),
     ],
 )
 def test_invalid_urls_are_refused(driver: Driver, url: str, why: str) -> None:
     with pytest.raises(MisuseError, match=why):
         driver.client(url)
+
+
+def test_a_list_of_daemons_is_split() -> None:
+    assert split_urls("") == []
+    assert split_urls("unix:///a.sock") == ["unix:///a.sock"]
+    assert split_urls("unix:///a.sock, /run/b.sock") == ["unix:///a.sock", "/run/b.sock"]
+
+
+@pytest.mark.parametrize(
+    ("urls", "why"),
+    [
+        ("unix:///a.sock,", "an empty URL"),
+        (",", "an empty URL"),
+        ("unix:///a.sock,tcp://b", "cannot connect to 'tcp://b'"),
+        ("unix:///a.sock,/a.sock", "named twice"),
+        ("unix:///a.sock unix:///b.sock", "several daemons"),
+    ],
+)
+def test_an_invalid_list_of_daemons_is_refused(urls: str, why: str) -> None:
+    with pytest.raises(MisuseError, match=why):
+        split_urls(urls)
 
 
 def test_the_url_is_read_from_the_environment(

@@ -18,6 +18,7 @@ from tests.engines.sglang.stored import keys_of, layout_of, watched, zero
 
 ONE_CORE_EACH = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 ASKED = [prompt(500, 300)]
+DRAM_ONLY = {"dram": {"limit": "64MiB", "huge_pages": False}, "scrub": {"rate": 0}}
 
 
 def sharded(daemon: LocalDaemon, folder: Path, by: str = "tp_size") -> dict[str, Any]:
@@ -50,6 +51,27 @@ def test_a_second_process_loads_the_blocks_of_both_shards(
         zero(daemon, layouts[1], keys)
         answers = second.fresh(ASKED)
         assert (same(answers, expected), answers[0].stored) == (False, whole)
+
+
+def test_each_shard_may_have_a_daemon_of_its_own(model: Path, plain: Engine, tmp_path: Path) -> None:
+    with LocalDaemon(DRAM_ONLY) as left, LocalDaemon(DRAM_ONLY) as right:
+        how = hicache(f"{left.url},{right.url}", weights_revision="several", engine={"tp_size": 2})
+        with Engine(model, environment=ONE_CORE_EACH, **how) as engine:
+            expected = engine.store(ASKED)
+            assert expected[0].tokens == plain.fresh(ASKED)[0].tokens
+            answers = engine.fresh(ASKED)
+            assert (same(answers, expected), answers[0].stored) == (True, full_pages(300))
+            counts = []
+            for daemon in (left, right):
+                with Client(daemon.url, deadline_s=10.0) as client:
+                    status = client.status()
+                assert status["namespaces"] == 1
+                counts.append(status["blocks"])
+            assert counts[0] == counts[1] >= full_pages(300) // 16
+            # Without one shard's pages, those of the other are of no use.
+            right.kill()
+            answers = engine.fresh(ASKED)
+            assert (same(answers, expected), answers[0].stored) == (True, 0)
 
 
 def test_ranks_with_the_same_latents_have_one_copy(daemon: LocalDaemon, tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from kvstore import Client, ExceptionBarrier, Layout, Namespace
 from kvstore_vllm import KVStoreConnector
 from kvstore_vllm import adapters as adapters_module
 from kvstore_vllm.adapters import Adapters
+from kvstore_vllm.daemons import Daemons
 from kvstore_vllm.groups import Group
 from kvstore_vllm.messages import Load, Part, Progress, Save, Step
 from kvstore_vllm.metrics import Figures
@@ -118,7 +119,7 @@ def half(
 ) -> SchedulerHalf:
     guard = ExceptionBarrier(logging.getLogger("test"))
     given = {"loads": True, "saves": True, "lookup_deadline_s": 0.05} | more
-    made = SchedulerHalf(client, guard, [GROUP], BLOCK_TOKENS, asynchronous, **given)
+    made = SchedulerHalf(Daemons([client]), guard, [GROUP], BLOCK_TOKENS, asynchronous, **given)
     made.bind(FakeManager())
     if named:
         made.meet([[layout]])
@@ -381,7 +382,7 @@ def pages() -> FakePages:
 @pytest.fixture
 def worker(client: Client, layout: Layout, pages: FakePages) -> Iterator[WorkerHalf]:
     guard = ExceptionBarrier(logging.getLogger("test"))
-    made = WorkerHalf(client, guard, [GroupMemory(pages, layout)], NUM_BLOCKS)
+    made = WorkerHalf(Daemons([client]), guard, [GroupMemory(pages, layout)], NUM_BLOCKS)
     yield made
     for _ in range(100):
         pages.go_on.release()
@@ -430,7 +431,7 @@ def test_a_long_window_is_stored_whole(client: Client, layout: Layout, pages: Fa
     """It takes several reservations, whose blocks have no parents."""
     windows, keys = replace(layout, kind="independent"), names(90)
     guard = ExceptionBarrier(logging.getLogger("test"))
-    worker = WorkerHalf(client, guard, [GroupMemory(pages, windows)], NUM_BLOCKS)
+    worker = WorkerHalf(Daemons([client]), guard, [GroupMemory(pages, windows)], NUM_BLOCKS)
     for _ in keys:
         pages.go_on.release()
     orders = Step(number=1, saves=[Save("r", 0, keys, None, list(range(1, 91)))])
@@ -475,7 +476,7 @@ def test_a_load_of_several_groups_succeeds_or_fails_as_a_whole(
     store(client, other, tail)
     guard = ExceptionBarrier(logging.getLogger("test"))
     groups = [GroupMemory(pages, layout), GroupMemory(pages, other)]
-    worker = WorkerHalf(client, guard, groups, NUM_BLOCKS, in_parts=False)
+    worker = WorkerHalf(Daemons([client]), guard, groups, NUM_BLOCKS, in_parts=False)
     orders = [
         Load("whole", [Part(0, keys, [10, 11, 12]), Part(1, tail, [14, 15])]),
         Load("altered in the second", [Part(0, keys, [10, 11, 12]), Part(1, tail[:1], [13])]),

@@ -13,6 +13,7 @@ import pytest
 
 from kvstore import Client, ExceptionBarrier, Layout
 from kvstore_vllm import worker as worker_module
+from kvstore_vllm.daemons import Daemons
 from kvstore_vllm.groups import Found, Group
 from kvstore_vllm.handoff import Handoffs, TransferParams
 from kvstore_vllm.messages import Load, Part, Step
@@ -56,7 +57,7 @@ def pages() -> FilledPages:
 @pytest.fixture
 def worker(client: Client, layout: Layout, pages: FilledPages) -> Iterator[WorkerHalf]:
     guard = ExceptionBarrier(logging.getLogger("test"))
-    made = WorkerHalf(client, guard, [GroupMemory(pages, layout)], NUM_BLOCKS)
+    made = WorkerHalf(Daemons([client]), guard, [GroupMemory(pages, layout)], NUM_BLOCKS)
     yield made
     made.close()
     assert not guard.failures

@@ -33,6 +33,7 @@ from kvstore import Client, ExceptionBarrier, Layout
 from kvstore.client.presence_tables import HEARD_S
 from kvstore.lab.local_daemon import LocalDaemon
 from kvstore_vllm import metrics
+from kvstore_vllm.daemons import Daemons
 from kvstore_vllm.lookup import Lookup
 from kvstore_vllm.messages import Load, Part, Save, Step
 from kvstore_vllm.metrics import METRICS, UNANSWERED, Figures, Outcome, PromMetrics, Recorder, reason_of
@@ -158,7 +159,7 @@ def test_nothing_is_written_unless_debug_is_on(
 
 
 def why_of(client: Client, layout: Layout, keys: list[bytes], deadline_s: float = 0.05) -> str:
-    lookup = Lookup(client, [GROUP], PrefillRate(2048), deadline_s)
+    lookup = Lookup(Daemons([client]), [GROUP], PrefillRate(2048), deadline_s)
     lookup.meet([[layout]], "")
     asked = SimpleNamespace(block_hashes=keys, num_tokens=32 * len(keys) + 1)
     try:
@@ -215,7 +216,7 @@ def test_blocks_of_transfers_are_counted_by_outcome() -> None:
         LocalDaemon({"dram": {"limit": "16MiB", "huge_pages": False}}) as daemon,
         Client(daemon.url, deadline_s=20, strict=True) as client,
     ):
-        worker = WorkerHalf(client, guard, [GroupMemory(pages, layout)], NUM_BLOCKS)
+        worker = WorkerHalf(Daemons([client]), guard, [GroupMemory(pages, layout)], NUM_BLOCKS)
         store(client, layout, keys[:1])
         number = 0
 
@@ -269,7 +270,7 @@ def test_a_block_that_is_not_ready_in_time_is_late_and_one_from_nvme_is_counted_
         eventually(lambda: client.status()["counters"].get("written_blocks", 0) == 3)
         daemon.restart()
         eventually(lambda: why_of(client, layout, names(1, "x")) == "", 20)
-        worker = WorkerHalf(client, guard, [GroupMemory(FakePages(), layout)], NUM_BLOCKS)
+        worker = WorkerHalf(Daemons([client]), guard, [GroupMemory(FakePages(), layout)], NUM_BLOCKS)
         worker.load(Step(number=1, loads=[Load("r", [Part(0, keys, [1, 2, 3])])]))
         assert eventually(lambda: worker.ended()[0] == {"r"}, 20)
         assert (

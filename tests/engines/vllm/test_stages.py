@@ -20,6 +20,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kvstore import Client, ExceptionBarrier, Layout
 from kvstore_vllm import KVStoreConnector
+from kvstore_vllm.daemons import Daemons
 from kvstore_vllm.messages import Handshake, Progress, Step
 from kvstore_vllm.scheduler import SchedulerHalf
 from kvstore_vllm.worker import GroupMemory, WorkerHalf
@@ -74,7 +75,7 @@ def stages(client: Client, request: pytest.FixtureRequest) -> Iterator[list[Stag
                 shard=f"stage {i}",
             )
             pages, guard = FakePages(), ExceptionBarrier(logging.getLogger("test"))
-            worker = WorkerHalf(client, guard, [GroupMemory(pages, layout)], NUM_BLOCKS)
+            worker = WorkerHalf(Daemons([client]), guard, [GroupMemory(pages, layout)], NUM_BLOCKS)
             stack.callback(worker.close)
             stack.callback(pages.go_on.release, 100)
             made.append(Stage(layout, pages, worker))

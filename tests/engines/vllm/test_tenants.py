@@ -16,6 +16,7 @@ from kvstore import Client, Layout
 from kvstore.daemon.tenancy.auth import hash_of, new_token
 from kvstore.errors import UnavailableError
 from kvstore.types import chain_keys
+from kvstore_vllm.daemons import Daemons
 from kvstore_vllm.options import OWN, Scope
 from kvstore_vllm.tenants import RefusedError, Tenants
 from tests.daemons import eventually, tier
@@ -410,12 +411,13 @@ class Clock:
 
 
 def opened(made: Tenants, token: str) -> Client:
-    return made.opened(Scope(token), "", "client", lambda client: client)
+    layout = Layout(model="opened", block_bytes=4096)
+    return made.opened(Scope(token), "", "client", lambda daemons: daemons.of(layout))
 
 
 def test_clients_are_few_and_closed_when_unused(own: TenantDaemon, operator: Client) -> None:
     clock = Clock()
-    made = Tenants(operator, 1.0, clock=clock)
+    made = Tenants(Daemons([operator]), 1.0, clock=clock)
     assert opened(made, OWN.token) is operator
     first = opened(made, TOKENS["red"])
     assert first is opened(made, TOKENS["red"])
@@ -441,9 +443,9 @@ def test_a_refused_token_is_not_tried_again_at_once(
     own: TenantDaemon, operator: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, tried = Clock(), list[str]()
-    made = Tenants(operator, 1.0, tries=True, clock=clock)
+    made = Tenants(Daemons([operator]), 1.0, tries=True, clock=clock)
     monkeypatch.setattr(
-        "kvstore_vllm.tenants.Client", lambda *args, **more: tried.append(args[1]) or Client(*args, **more)
+        "kvstore_vllm.daemons.Client", lambda *args, **more: tried.append(args[1]) or Client(*args, **more)
     )
     good = opened(made, TOKENS["red"])
     for _ in range(5):
@@ -468,7 +470,7 @@ def test_a_refused_token_is_not_tried_again_at_once(
 
 def test_a_daemon_that_is_away_refuses_no_token(own: TenantDaemon, tmp_path: Path) -> None:
     with Client(f"unix://{tmp_path}/none.sock") as away:
-        made = Tenants(away, 0.05, tries=True)
+        made = Tenants(Daemons([away]), 0.05, tries=True)
         for _ in range(3):
             assert isinstance(opened(made, TOKENS["red"]), Client)
         assert len(made) == 1
@@ -476,7 +478,7 @@ def test_a_daemon_that_is_away_refuses_no_token(own: TenantDaemon, tmp_path: Pat
 
 
 def test_namespaces_of_scopes_differ(own: TenantDaemon, operator: Client) -> None:
-    made, layout = Tenants(operator, 1.0), Layout(model="scopes", block_bytes=4096)
+    made, layout = Tenants(Daemons([operator]), 1.0), Layout(model="scopes", block_bytes=4096)
     keys = chain_keys(range(32), 16)
     scopes = [Scope(token, ttl_s) for token in ("", TOKENS["red"], TOKENS["blue"]) for ttl_s in (0.0, 60.0)]
     for epoch in ("", "after a reset"):
