@@ -60,15 +60,17 @@ class SlotHeaders:
             which = identity.namespace == namespace
             header["namespace"][which] = np.frombuffer(fingerprints[namespace], np.uint8)
             header["length"][which] = lengths[namespace]
+        places = where.index
         for extent, which in _by_extent(where):
-            table, index = self._tables[extent], where.index[which]
+            table, index = self._tables[extent], places[which]
             table[index] = header[which]
             table["version"][index] = version[which]
 
     def void(self, where: Where) -> None:
         """Marks slots as empty."""
+        places = where.index
         for extent, which in _by_extent(where):
-            self._tables[extent]["version"][where.index[which]] = 0
+            self._tables[extent]["version"][places[which]] = 0
 
     def read(self, extent: int, slot_bytes: int) -> npt.NDArray[np.uint32]:
         """Returns the indexes of readable slots. Voids headers that name no block which fits its slot."""
@@ -89,7 +91,15 @@ def _readable(table: npt.NDArray[Any], slot_bytes: int) -> npt.NDArray[np.bool_]
     return good
 
 
-def _by_extent(where: Where) -> Iterator[tuple[int, npt.NDArray[np.bool_]]]:
-    """Yields each extent and which slots lie in it."""
-    for extent in distinct(where.extent):
-        yield extent, where.extent == extent
+def _by_extent(where: Where) -> Iterator[tuple[int, npt.NDArray[np.intp]]]:
+    """Yields each extent and which slots lie in it. A batch that was evicted lies in many extents."""
+    extents = where.extent
+    order = np.argsort(extents, kind="stable")
+    ordered = extents[order]
+    if not len(order) or ordered[0] == ordered[-1]:
+        yield from [(int(extent), order) for extent in ordered[:1]]
+        return
+    firsts = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))
+    ends = [*firsts[1:].tolist(), len(order)]
+    for extent, first, end in zip(ordered[firsts].tolist(), firsts.tolist(), ends, strict=True):
+        yield extent, order[first:end]

@@ -437,8 +437,8 @@ class Served:
     def connected(self) -> bool:
         """Whether both halves, or the tier, reach the daemon again, after backing off from one away."""
         try:
-            for part in self.connectors or (self.tier,):
-                part._client.ping()
+            for part in [each._daemons for each in self.connectors] or [self.tier._client]:
+                part.ping()
         except UnavailableError:
             return False
         return True
@@ -453,7 +453,8 @@ class Served:
     def deadline(self, deadline_s: float) -> None:
         """Changes the deadline of transfers."""
         for connector in self.connectors:
-            connector._client.deadline_s = deadline_s
+            for client in connector._daemons._clients:
+                client.deadline_s = deadline_s
 
     def sabotage(self, place: str, times: int = sys.maxsize, signals: list[int] | None = None) -> None:
         """Makes something within the connector raise, the first times that it is called.
