@@ -87,10 +87,10 @@ BENCHES = {
             "capacity",
             "1-engine",
             "8-engines",
-            *(
-                "8-engines-of-8-shards" + end
-                for end in ("", "/2-daemons", "/128-tokens", "/128-tokens/2-daemons")
-            ),
+            "8-engines-of-8-shards",
+            "8-engines-of-8-shards/2-daemons",
+            "8-engines-of-8-shards/128-tokens",
+            "8-engines-of-8-shards/128-tokens/2-daemons",
         ),
     ),
     "evict": Entry("evict:run", _named("evict", "lru", "arc", "s3fifo", "lfuda", "gdsf", "sieve", "hazard")),

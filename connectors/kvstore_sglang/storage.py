@@ -59,9 +59,9 @@ class HiCacheKVStore(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         # A revision may name the weights of several models, so the path counts.
         self._model = settings.model or model_name(weights.by_content)
         # With several daemons, each has the blocks of some shards.
-        urls = split_urls(settings.url) or [""]
-        url = urls[shard_number(storage_config) % len(urls) if len(urls) > 1 else 0]
-        self._client = Client(url or None, settings.token or None, settings.deadline_s)
+        urls = split_urls(settings.url)
+        url = urls[shard_number(storage_config) % len(urls)]
+        self._client = Client(url, settings.token or None, settings.deadline_s)
         self._guard = ExceptionBarrier(logger)
         self.failures = self._guard.failures
         self._lock = threading.Lock()

@@ -11,7 +11,7 @@ from kvstore_vllm.identity import shard_number
 class Daemons:
     """Clients of the daemons of an engine, for one tenant. They connect when they are first used.
 
-    Shard n has the n-th daemon, counted round: the blocks of one layout are all in one daemon.
+    Shard n has daemon n modulo their number, so the blocks of one layout are all in one daemon.
     """
 
     def __init__(self, clients: Sequence[Client]) -> None:
@@ -20,8 +20,7 @@ class Daemons:
     @classmethod
     def at(cls, urls: str, deadline_s: float) -> Daemons:
         """Returns the daemons at URLs separated by commas; empty: the default daemon. Raises MisuseError."""
-        found = split_urls(urls) or [""]
-        return cls([Client(url or None, deadline_s=deadline_s, strict=True) for url in found])
+        return cls([Client(url, deadline_s=deadline_s, strict=True) for url in split_urls(urls)])
 
     @property
     def deadline_s(self) -> float:

@@ -49,12 +49,15 @@ class Lookup:
         self._others = [group for group in groups if not group.full]
         self._all_usable = in_parts(groups) and not drops
         self._layouts: list[list[Layout]] = []
+        self._by_daemon: dict[Client, list[int]] = {}
         self._namespaces: list[list[Any]] = []
         self._finder: PrefixFinder
 
     def meet(self, layouts: list[list[Layout]], epoch: str) -> None:
         """Takes the block layouts of each worker, by group."""
-        self._layouts = layouts
+        self._layouts, self._by_daemon = layouts, {}
+        for n, shard in enumerate(layouts):
+            self._by_daemon.setdefault(self._daemons.of(shard[0]), []).append(n)
         self.open(epoch)
 
     def open(self, epoch: str) -> None:
@@ -110,12 +113,9 @@ class Lookup:
         """
         compute_s, load_s = self._rate.seconds(computed_tokens, tokens), self._daemons.deadline_s
         made = estimates(compute_s, self._groups, self._layouts, computed_tokens, tokens, load_s)
-        by_daemon: dict[Client, list[_Shard]] = {}
-        for layouts, shard in zip(self._layouts, zip(self._namespaces, made, strict=True), strict=True):
-            by_daemon.setdefault(self._daemons.of(layouts[0]), []).append(shard)
         ends = time.monotonic() + self._deadline_s
-        for daemon, shards in by_daemon.items():
-            yield daemon, shards, self._deadline_s if len(by_daemon) == 1 else seconds_left(ends)
+        for daemon, shards in self._by_daemon.items():
+            yield daemon, [(self._namespaces[n], made[n]) for n in shards], seconds_left(ends)
 
     def _longest(self, request: Any, stored: list[set[int]], most: int) -> Found:
         """Returns the longest stored prefix of at most `most` tokens."""

@@ -37,12 +37,12 @@ def socket_path(url: str | None) -> str:
 
 
 def split_urls(urls: str) -> list[str]:
-    """Returns the URLs of daemons in a list separated by commas; none if it is empty.
+    """Returns the URLs of daemons in a list separated by commas; an empty one, the default, if it is empty.
 
     Raises MisuseError for an invalid URL, and for one that is there twice.
     """
     if not urls:
-        return []
+        return [""]
     found = [url.strip() for url in urls.split(",")]
     for url in found:
         if not url:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -96,10 +97,7 @@ def _by_extent(where: Where) -> Iterator[tuple[int, npt.NDArray[np.intp]]]:
     extents = where.extent
     order = np.argsort(extents, kind="stable")
     ordered = extents[order]
-    if not len(order) or ordered[0] == ordered[-1]:
-        yield from [(int(extent), order) for extent in ordered[:1]]
-        return
-    firsts = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))
-    ends = [*firsts[1:].tolist(), len(order)]
-    for extent, first, end in zip(ordered[firsts].tolist(), firsts.tolist(), ends, strict=True):
-        yield extent, order[first:end]
+    ends = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
+    for first, end in pairwise([0, *ends.tolist(), len(order)]):
+        if end > first:  # not of an empty batch
+            yield int(ordered[first]), order[first:end]

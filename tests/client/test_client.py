@@ -495,7 +495,7 @@ def test_invalid_urls_are_refused(driver: Driver, url: str, why: str) -> None:
 
 
 def test_a_list_of_daemons_is_split() -> None:
-    assert split_urls("") == []
+    assert split_urls("") == [""]
     assert split_urls("unix:///a.sock") == ["unix:///a.sock"]
     assert split_urls("unix:///a.sock, /run/b.sock") == ["unix:///a.sock", "/run/b.sock"]
 

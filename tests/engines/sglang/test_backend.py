@@ -89,7 +89,9 @@ def backend(monkeypatch: pytest.MonkeyPatch, daemon: LocalDaemon) -> Iterator[An
         ),
     )
     options = {"url": daemon.url, "deadline_s": 5.0, "weights_revision": "1", "model": name}
-    config = SimpleNamespace(extra_config={**options, "interface_v1": 1}, enable_storage_metrics=True)
+    ranks = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "is_mla_model": False}
+    options |= {"interface_v1": 1}
+    config = SimpleNamespace(extra_config=options, enable_storage_metrics=True, **ranks)
     made = HiCacheKVStore(config, {})
     yield made
     made.close()
