@@ -76,6 +76,8 @@ class Outcome:
                     self.failures.append(f"life {number}: {_words(growth)}")
             if (slower := life.slower()) > _SLOWER:
                 self.failures.append(f"life {number}: the p99 of gets became {slower:.1f} times as long")
+            if max((each["presence_tables"] - each["namespaces"] for each in life.samples), default=0) > 0:
+                self.failures.append(f"life {number}: more presence tables than namespaces")
             if bad := life.counters.get("quarantined_blocks"):
                 self.failures.append(f"life {number}: {bad} blocks did not prove their records")
 

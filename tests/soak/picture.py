@@ -11,7 +11,7 @@ from bench.svg import Line, Picture
 Samples = tuple[Sequence[float], Sequence[dict[str, float]]]
 """The seconds and the samples of one life."""
 
-_DRAWN = "anonymous_mib", "descriptors", "threads"
+_DRAWN = "anonymous_mib", "core_mib", "descriptors", "threads"
 _COLOURS = "first", "third", "fourth", "mark"
 _POINTS = 100
 _HEIGHT = 120.0

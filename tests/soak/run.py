@@ -28,8 +28,22 @@ _ACT_EVERY_S, _KILL_ENGINE_EVERY_S = 12.0, 20.0
 
 
 def run(plan: Plan, out: Path | None, stream: TextIO) -> Outcome:
-    """Runs the plan. Writes samples and a picture to the folder `out`, if there is one."""
+    """Runs the plan. Writes samples and a picture to the folder `out`, if there is one.
+
+    A run that is interrupted has failed, but tells what it has seen.
+    """
     outcome = Outcome(plan)
+    try:
+        _live(plan, outcome, stream)
+    except (KeyboardInterrupt, SystemExit):
+        outcome.failures.append("it was interrupted")
+    outcome.judge()
+    if out is not None:
+        write(out, [(life.times_s, life.samples) for life in outcome.lives])
+    return outcome
+
+
+def _live(plan: Plan, outcome: Outcome, stream: TextIO) -> None:
     with tempfile.TemporaryDirectory(prefix="kvstore-soak-") as raw, _second_disk(Path(raw), stream) as disk:
         folder = Path(raw)
         settings = _settings(folder, disk or folder)
@@ -38,17 +52,13 @@ def run(plan: Plan, out: Path | None, stream: TextIO) -> Outcome:
             Fleet(daemon.url, plan.rate, plan.seed) as fleet,
         ):
             operator = Operator(daemon, folder, list(TENANTS), disk, plan.seed)
+            outcome.done = operator.done
             watch = _Watch(daemon, folder, fleet, operator, outcome, stream)
             dice = random.Random(plan.seed)
             for number in range(plan.lives):
                 if number:
                     watch.end_life(dice.choice(("killed", "handed over", "stopped")))
                 watch.live(plan.life_s(number))
-        outcome.done = operator.done
-    outcome.judge()
-    if out is not None:
-        write(out, [(life.times_s, life.samples) for life in outcome.lives])
-    return outcome
 
 
 @contextmanager

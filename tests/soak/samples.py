@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from bisect import bisect_left
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ LEAST_S = 480.0
 
 SLACK = {
     "anonymous_mib": 6.0, "shared_mib": 4.0, "descriptors": 6.0, "threads": 3.0, "records_mib": 4.0,
-    "leases": 8.0, "reservations": 8.0, "namespaces": 2.0,
+    "core_mib": 4.0, "leases": 8.0, "reservations": 8.0, "namespaces": 2.0,
 }  # fmt: skip
 """Growth within the rest of a life that is noise, by figure. A leak of every request is far above."""
 
@@ -49,19 +50,35 @@ class Growth:
 
 
 def sample(pid: int, folder: Path, status: dict[str, object]) -> dict[str, float]:
-    """Returns the figures of a daemon now. `folder`: of its data. Raises OSError if it has ended."""
+    """Returns the figures of a daemon now. `folder`: of its data. Raises OSError if it has ended.
+
+    Descriptors are counted without those of presence tables, which come and go: one a namespace at most.
+    """
     lines = (line.split(":") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     facts = {name: value.split() for name, value in lines}
     records = sum(file.stat().st_size for file in folder.glob("nvme*/records/data.mdb"))
     counted = {name: float(str(status[name])) for name in ("leases", "reservations", "namespaces")}
+    opened = _open_files(pid)
+    tables = sum("kvstore-presence" in name for name in opened)
     return {
         "anonymous_mib": int(facts["RssAnon"][0]) / 1024,
         "shared_mib": int(facts["RssShmem"][0]) / 1024,
         "threads": float(facts["Threads"][0]),
-        "descriptors": float(len(list(Path(f"/proc/{pid}/fd").iterdir()))),
+        "descriptors": float(len(opened) - tables),
+        "presence_tables": float(tables),
         "records_mib": records / (1 << 20),
+        "core_mib": float(str(status["core_ram_bytes"])) / (1 << 20),
         **counted,
     }
+
+
+def _open_files(pid: int) -> list[str]:
+    """Returns what each descriptor is open on."""
+    names = []
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            names.append(str(each.readlink()))
+    return names
 
 
 def warm_up_s(life_s: float) -> float:

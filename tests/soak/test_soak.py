@@ -14,7 +14,7 @@ from tests.daemons import SMALL, names, payloads
 from tests.soak import vault
 from tests.soak.engines import CHAIN, Engine
 from tests.soak.outcome import Life, Outcome, Plan
-from tests.soak.run import run
+from tests.soak.run import _Watch, run
 from tests.soak.samples import SLACK, growths
 
 
@@ -24,7 +24,8 @@ def life_of(per_s: float, noise: float = 0.3, seconds: int = 600, jumps: float =
     times = [float(s) for s in range(seconds)]
     level = 100 + per_s * np.arange(seconds) + noise * dice.standard_normal(seconds)
     level[100:] += jumps
-    return Life(times, [{**dict.fromkeys(SLACK, 5.0), "anonymous_mib": value} for value in level.tolist()])
+    others = dict.fromkeys((*SLACK, "presence_tables"), 5.0)
+    return Life(times, [{**others, "anonymous_mib": value} for value in level.tolist()])
 
 
 def test_growth_is_found_below_noise_and_behind_a_warm_up() -> None:
@@ -62,6 +63,25 @@ def test_gets_that_become_slower_are_found() -> None:
     outcome.counts["hits"] = 1
     outcome.judge()
     assert outcome.failures == ["life 1: the p99 of gets became 4.5 times as long"]
+
+
+def test_a_table_that_outlives_its_namespace_is_found() -> None:
+    life = life_of(0.0)
+    life.samples[300]["presence_tables"] += 1
+    outcome = Outcome(Plan(600, 1, 1, 1), [life])
+    outcome.counts["hits"] = 1
+    outcome.judge()
+    assert outcome.failures == ["life 1: more presence tables than namespaces"]
+
+
+def test_an_interrupted_soak_tells_what_it_has_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(*_: object) -> None:
+        raise SystemExit(143)
+
+    monkeypatch.setattr(_Watch, "end_life", end)
+    outcome = run(Plan(6.0, 7, 2, 20.0), None, io.StringIO())
+    assert outcome.failures == ["it was interrupted"]
+    assert outcome.counts["hits"] > 0
 
 
 def test_a_soak_in_small(tmp_path: Path) -> None:
