@@ -34,6 +34,7 @@ except ImportError as error:
     index_remove = portable_index.index_remove
     presence_set = portable_presence.presence_set
     records_find, records_take = portable_records.records_find, portable_records.records_take
+    records_pack, records_pages = portable_records.records_pack, portable_records.records_pages
     presence = places = read_slots = None
 else:
     IMPLEMENTATION, WHY_NOT = f"native, {_native.instruction_set()}", ""
@@ -43,6 +44,7 @@ else:
     index_add, index_find, index_remove = _native.index_add, _native.index_find, _native.index_remove
     presence_set = _native.presence_set
     records_find, records_take = _native.records_find, _native.records_take
+    records_pack, records_pages = _native.records_pack, _native.records_pages
     presence, places, read_slots = _native.presence, _native.places, _native.read_slots
     # Its sum is that of both sides: each byte is read once.
     copy_in = copy_out = _native.copy_and_sum
@@ -72,6 +74,8 @@ __all__ = [
     "presence_set",
     "read_slots",
     "records_find",
+    "records_pack",
+    "records_pages",
     "records_take",
     "splitmix",
     "sums",

@@ -12,6 +12,7 @@ int add_files(PyObject *module);
 int add_index(PyObject *module);
 int add_io_queue(PyObject *module);
 int add_presence(PyObject *module);
+int add_record_pages(PyObject *module);
 int add_records(PyObject *module);
 int add_slots(PyObject *module);
 

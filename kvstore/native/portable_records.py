@@ -1,4 +1,4 @@
-"""Pages of records of blocks on NVMe, by numpy: rows, checks, and the twins of `records.c`.
+"""Pages of records of blocks on NVMe, by numpy: twins of `records.c` and `record_pages.c`, rows, checks.
 
 A page is a pair (key, value). Layout: `kvstore.tiers.nvme.records`.
 """
@@ -24,6 +24,7 @@ CHECKED = ("ns", "extent", "index", "version", "length", "checksum", "stored_at"
 SLOT_BITS = 5
 PAGE_SLOTS = 1 << SLOT_BITS
 _KEY_WORDS, _NUMBER_BYTES = 8, 4
+_MOST_KEY_BYTES = 8 * _KEY_WORDS
 FACTORS = np.arange(1, 26, dtype=np.uint64) * np.uint64(MIX) | np.uint64(1)
 _AT_ONCE = 1 << 8  # pages: about 1 MB, which stays in the cache of a core
 
@@ -52,6 +53,114 @@ def record_checks(
     mixed ^= mixed >> np.uint64(32)
     mixed *= FACTORS[0]
     return mixed
+
+
+def padded_keys(keys: Sequence[bytes]) -> npt.NDArray[np.uint8]:
+    """Returns keys with shape (n, 64), padded with zeros."""
+    raw = b"".join([key.ljust(_MOST_KEY_BYTES, b"\0") for key in keys])
+    return np.frombuffer(raw, np.uint8).reshape(len(keys), _MOST_KEY_BYTES)
+
+
+def fill_rows(
+    rows: npt.NDArray[np.void],
+    keys: npt.NDArray[np.uint8],
+    key_bytes: npt.NDArray[np.uint8],
+    parents: npt.NDArray[np.uint8],
+    parent_bytes: npt.NDArray[np.uint8],
+    numbers: dict[str, npt.NDArray[Any]],
+) -> None:
+    """Writes records to rows of zeros. Keys have one width, padded with zeros. `numbers`: of `CHECKED`."""
+    for name, _ in NUMBERS:
+        rows[name] = numbers[name]
+    rows["key"][:, : keys.shape[1]], rows["parent"][:, : parents.shape[1]] = keys, parents
+    rows["key_bytes"], rows["parent_bytes"] = key_bytes, parent_bytes
+    rows["check"] = record_checks(keys, parents, [numbers[name] for name in CHECKED], key_bytes, parent_bytes)
+
+
+def records_pack(
+    keys: list[bytes], parents: list[bytes], numbers: Columns, rows: npt.NDArray[np.void]
+) -> None:
+    """Writes records to rows with keys of 64 bytes. `numbers`: columns in the order of `CHECKED`.
+
+    ValueError if lengths differ, or if a key is empty or, like a parent, too long.
+    """
+    n = len(keys)
+    if {len(parents), len(rows), *map(len, numbers)} != {n} or len(numbers) != len(CHECKED):
+        raise ValueError(f"columns of several lengths, for {n} records")
+    sizes = [np.fromiter(map(len, some), np.int64, n) for some in (keys, parents)]
+    wrong = [size for size in sizes[0].tolist() if not size]
+    wrong += [size for size in np.concatenate(sizes).tolist() if size > _MOST_KEY_BYTES]
+    if wrong:
+        raise ValueError(f"a key of {wrong[0]} bytes")
+    rows[:] = np.zeros((), rows.dtype)
+    named = dict(zip(CHECKED, numbers, strict=True))
+    own, above = (size.astype(np.uint8) for size in sizes)
+    fill_rows(rows, padded_keys(keys), own, padded_keys(parents), above, named)
+
+
+def records_pages(
+    numbers: npt.NDArray[np.uint64],
+    old: list[bytes | None],
+    changes: list[tuple[npt.NDArray[np.uint64], npt.NDArray[np.void]]],
+) -> list[bytes | None]:
+    """Returns pages with the last record of each place. None: it has no record left.
+
+    `numbers`: places without the bits of the slot, ascending. `old`: their pages; None, or what is no page:
+    nothing is kept. `changes`: places, and rows as `records_pack` makes them. ValueError for a place of no
+    page, and if lengths differ.
+    """
+    if len(old) != len(numbers):
+        raise ValueError(f"there must be {len(numbers)} pages before")
+    for places, rows in changes:
+        if len(places) != len(rows):
+            raise ValueError(f"rows that are not those of {len(places)} places")
+    places = np.concatenate([np.empty(0, np.uint64), *(each for each, _ in changes)])
+    rows = np.concatenate([np.empty(0, record_row(_MOST_KEY_BYTES)), *(each for _, each in changes)])
+    at_page = np.searchsorted(numbers, places >> np.uint64(SLOT_BITS))
+    found = np.append(numbers, ~np.uint64(0))[at_page] == places >> np.uint64(SLOT_BITS)
+    if not found.all():
+        raise ValueError(f"place {places[found.argmin()]} is of no page")
+    longest = np.maximum(rows["key_bytes"], rows["parent_bytes"]).astype(np.int64)
+    if longest.max(initial=0) > _MOST_KEY_BYTES:
+        raise ValueError(f"a key of {-(-longest.max() // 8) * 8} bytes")
+    before = np.array([WIDTHS.get(len(page), 0) if page is not None else 0 for page in old], np.int64)
+    widths = np.maximum(before, 8)
+    np.maximum.at(widths, at_page, -(-longest // 8) * 8)
+    at_slot = (places & np.uint64(PAGE_SLOTS - 1)).astype(np.int64)
+    values: list[bytes | None] = [None] * len(numbers)
+    for width in np.unique(widths).tolist():
+        which = np.flatnonzero(widths == width)
+        pages = _joined([old[i] for i in which.tolist()], before[which], width)
+        some = np.flatnonzero(widths[at_page] == width)
+        pages[np.searchsorted(which, at_page[some]), at_slot[some]] = _with_width(rows[some], width)
+        left: list[int] = pages["key_bytes"].max(axis=1).tolist()
+        raw, nbytes = pages.tobytes(), pages[0].nbytes
+        for n, i in enumerate(which.tolist()):
+            values[i] = raw[n * nbytes : (n + 1) * nbytes] if left[n] else None
+    return values
+
+
+def _joined(pages: list[bytes | None], widths: npt.NDArray[np.int64], width: int) -> npt.NDArray[np.void]:
+    """Returns the rows of pages as an array (n, 32) with keys of `width` bytes. A width of 0: no rows yet."""
+    joined = np.zeros((len(pages), PAGE_SLOTS), record_row(width))
+    for each in np.unique(widths[widths > 0]).tolist():
+        which = np.flatnonzero(widths == each)
+        raw = b"".join(pages[i] or b"" for i in which.tolist())
+        joined[which] = _with_width(np.frombuffer(raw, record_row(each)), width).reshape(-1, PAGE_SLOTS)
+    return joined
+
+
+def _with_width(rows: npt.NDArray[np.void], width: int) -> npt.NDArray[np.void]:
+    """Returns rows with keys of `width` bytes."""
+    own = rows.dtype["key"].itemsize
+    if own == width:
+        return rows
+    found = np.zeros(len(rows), record_row(width))
+    for name, *_ in FIXED:
+        found[name] = rows[name]
+    for name in ("key", "parent"):
+        found[name][:, : min(own, width)] = rows[name][:, : min(own, width)]
+    return found
 
 
 def records_find(

@@ -4,23 +4,11 @@
  * GIL is kept: pages are objects of Python, and a daemon decodes them before it serves.
  */
 #include "kvstore_native.h"
+#include "records.h"
 
-#include <string.h>
-
-#define SLOTS 32
-#define SLOT_BITS 5
-#define KEY_WORDS 8
 #define PAGE_KEY_BYTES 8
 #define COLUMNS 11
-#define MIX UINT64_C(0x9E3779B97F4A7C15)
 #define AHEAD 8
-
-/* The head of a row; the key and the parent's key follow, of `width` bytes each. */
-typedef struct {
-    uint32_t ns, length;
-    uint64_t version, checksum, stored_at, check;
-    uint8_t key_bytes, parent_bytes, zeros[6];
-} record;
 
 /* `width`: bytes of its keys; 0: the page is damaged. */
 typedef struct {
@@ -38,11 +26,6 @@ typedef struct {
     uint32_t *length;
     uint64_t *checksum, *stored_at;
 } columns;
-
-static uint64_t factor(size_t i)
-{
-    return (i + 1) * MIX | 1;
-}
 
 static uint32_t big_endian(const uint8_t *bytes)
 {
@@ -65,10 +48,8 @@ static int open_page(page *p, PyObject *pair)
     PyBuffer_Release(&view);
     if (PyObject_GetBuffer(value, &view, PyBUF_SIMPLE))
         return 0;
-    size_t nbytes = (size_t)view.len / SLOTS, keys = nbytes < sizeof(record) ? 0 : nbytes - sizeof(record);
-    good &= (size_t)view.len == nbytes * SLOTS && keys && keys % 16 == 0 && keys <= 16 * KEY_WORDS;
     p->rows = view.buf;
-    p->width = good ? keys / 2 : 0;
+    p->width = good ? width_of((size_t)view.len) : 0;
     PyBuffer_Release(&view);
     return 1;
 }
@@ -90,32 +71,11 @@ static page *open_pages(PyObject *pairs)
     return pages;
 }
 
-static size_t row_bytes(const page *p)
-{
-    return sizeof(record) + 2 * p->width;
-}
-
-static uint64_t sum(const uint8_t *key, size_t width, size_t first)
-{
-    uint64_t mixed = 0, word;
-    for (size_t i = 0; i < width / 8; i++) {
-        memcpy(&word, key + 8 * i, 8);
-        mixed += word * factor(first + i);
-    }
-    return mixed;
-}
-
 static int is_valid(const page *p, const uint8_t *row, const record *head, uint32_t slot)
 {
     if (!head->key_bytes || head->key_bytes > p->width || head->parent_bytes > p->width)
         return 0;
-    const uint64_t numbers[] = {head->ns,       p->extent,       p->first + slot,  head->version,     head->length,
-                                head->checksum, head->stored_at, head->key_bytes, head->parent_bytes};
-    uint64_t mixed = sum(row + sizeof *head, p->width, 0) + sum(row + sizeof *head + p->width, p->width, KEY_WORDS);
-    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
-        mixed += numbers[i] * factor(2 * KEY_WORDS + i);
-    mixed ^= mixed >> 32;
-    return mixed * factor(0) == head->check;
+    return record_check(head, row + sizeof *head, p->width, p->extent, p->first + slot) == head->check;
 }
 
 static int is_empty(const uint8_t *row, size_t nbytes)
@@ -156,14 +116,14 @@ static PyObject *records_find(PyObject *module, PyObject *args)
             goto end;
         width = p->width > width ? p->width : width;
         for (uint32_t slot = 0; p->width && slot < SLOTS; slot++) {
-            const uint8_t *row = p->rows + slot * row_bytes(p);
+            const uint8_t *row = p->rows + slot * row_bytes(p->width);
             record head;
             memcpy(&head, row, sizeof head);
             if (is_valid(p, row, &head, slot)) {
                 ((int64_t *)rows.buf)[found] = (int64_t)(i << SLOT_BITS | slot);
                 ((uint64_t *)stored_at.buf)[found] = head.stored_at;
                 ((uint64_t *)version.buf)[found++] = head.version;
-            } else if (!is_empty(row, row_bytes(p)) &&
+            } else if (!is_empty(row, row_bytes(p->width)) &&
                        !append(bad_places, (uint64_t)p->extent << 32 | (p->first + slot))) {
                 goto end;
             }
@@ -198,10 +158,10 @@ static int take_rows(const page *pages, size_t n_pages, const int64_t *rows, siz
         }
         if (i + AHEAD < n && (uint64_t)rows[i + AHEAD] >> SLOT_BITS < n_pages) {
             const page *next = &pages[rows[i + AHEAD] >> SLOT_BITS];
-            __builtin_prefetch(next->rows + (rows[i + AHEAD] & (SLOTS - 1)) * row_bytes(next));
+            __builtin_prefetch(next->rows + (rows[i + AHEAD] & (SLOTS - 1)) * row_bytes(next->width));
         }
         uint32_t slot = (uint32_t)rows[i] & (SLOTS - 1);
-        const uint8_t *row = p->rows + slot * row_bytes(p), *key = row + sizeof(record);
+        const uint8_t *row = p->rows + slot * row_bytes(p->width), *key = row + sizeof(record);
         record head;
         memcpy(&head, row, sizeof head);
         to->ns[i] = head.ns;

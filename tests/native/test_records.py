@@ -1,4 +1,4 @@
-"""Pages of records: C and numpy find and take the same, from sound and from damaged pages; bad input."""
+"""Pages of records: C and numpy make, find and take the same, also of damaged pages; bad input."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvstore.native import portable_records
-from kvstore.tiers.nvme.records import PAGE_SLOTS, RecordBatch, rewritten
+from kvstore.tiers.nvme.records import PAGE_SLOTS, ROW, RecordBatch, rewritten
 
 try:
     from kvstore.native import _native
@@ -86,6 +86,91 @@ def test_both_find_and_take_the_same(seed: int) -> None:
     rows = result[0]
     dice.shuffle(rows)
     assert taken(_native, pages, rows) == taken(portable_records, pages, rows)
+
+
+Change = tuple[Any, Any]
+
+
+def packed(module: Any, dice: random.Random, slots: list[int], longest: int) -> Change:
+    """The places of some slots, and their records."""
+    n = len(slots)
+    keys = [dice.randbytes(dice.randrange(1, longest + 1)) for _ in slots]
+    parents = [dice.randbytes(dice.randrange(longest + 1)) for _ in slots]
+    ns, length = (np.array([dice.randrange(1 << 32) for _ in slots], np.uint32) for _ in range(2))
+    version, checksum = (np.array([dice.randrange(1 << 64) for _ in slots], np.uint64) for _ in range(2))
+    extent, index = (np.array([slot >> shift & 255 for slot in slots], np.uint32) for shift in (8, 0))
+    times = np.array([dice.uniform(-1e9, 1e9) for _ in slots])
+    rows = np.full(n * ROW.itemsize, 255, np.uint8).view(ROW)
+    module.records_pack(keys, parents, (ns, extent, index, version, length, checksum, times), rows)
+    return extent.astype(np.uint64) << np.uint64(32) | index, rows
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_both_make_the_same_pages(seed: int) -> None:
+    made = []
+    for module in (_native, portable_records):
+        dice, pages = random.Random(seed), dict[int, bytes | None]()
+        for _ in range(4):
+            changes = []
+            for _ in range(dice.randrange(4)):
+                slots = [dice.randrange(3) << 8 | dice.randrange(256) for _ in range(dice.randrange(60))]
+                places, rows = packed(module, dice, slots, dice.choice([1, 8, 9, 32, 33, 64]))
+                rows[[dice.random() < 0.3 for _ in slots]] = np.zeros((), ROW)
+                changes.append((places, rows))
+            numbers = sorted({place >> 5 for places, _ in changes for place in places.tolist()})
+            old = [pages.get(number) for number in numbers]
+            if old and dice.random() < 0.3:
+                old[0] = dice.choice([None, b"", b"no page", bytes(PAGE_SLOTS * 176)])
+            values = module.records_pages(np.array(numbers, np.uint64), old, changes)
+            assert all(value is None or len(value) in portable_records.WIDTHS for value in values)
+            pages |= dict(zip(numbers, values, strict=True))
+        made.append(pages)
+    assert made[0] == made[1]
+
+
+@pytest.mark.parametrize("module", [_native, portable_records])
+class TestBadRecords:
+    NUMBERS = tuple(np.zeros(1, kind) for kind in ("<u4", "<u4", "<u4", "<u8", "<u4", "<u8", "<f8"))
+
+    @pytest.mark.parametrize(
+        ("key", "parent", "nbytes"), [(b"", b"", 0), (bytes(65), b"", 65), (b"k", bytes(300), 300)]
+    )
+    def test_keys_of_a_wrong_size_are_refused(
+        self, module: Any, key: bytes, parent: bytes, nbytes: int
+    ) -> None:
+        with pytest.raises(ValueError, match=f"a key of {nbytes} bytes"):
+            module.records_pack([key], [parent], self.NUMBERS, np.zeros(1, ROW))
+
+    @pytest.mark.parametrize("wrong", range(9))
+    def test_columns_of_several_lengths_are_refused(self, module: Any, wrong: int) -> None:
+        columns = [*self.NUMBERS, [b""], np.zeros(1, ROW)]
+        columns[wrong] = [b"", b""] if wrong == 7 else columns[wrong][:0]
+        with pytest.raises(ValueError, match="columns of several lengths, for 1 records"):
+            module.records_pack([b"k"], columns[7], tuple(columns[:7]), columns[8])
+        with pytest.raises(ValueError, match="columns of several lengths, for 1 records"):
+            module.records_pack([b"k"], [b""], self.NUMBERS[1:], np.zeros(1, ROW))
+
+    def test_what_is_no_key_is_refused(self, module: Any) -> None:
+        with pytest.raises((TypeError, AttributeError)):
+            module.records_pack([1], [b""], self.NUMBERS, np.zeros(1, ROW))
+
+    def test_places_of_no_page_are_refused(self, module: Any) -> None:
+        numbers, change = np.array([2, 5], np.uint64), (np.array([70, 96], np.uint64), np.zeros(2, ROW))
+        with pytest.raises(ValueError, match="place 96 is of no page"):
+            module.records_pages(numbers, [None, None], [change])
+
+    def test_another_number_of_pages_or_rows_is_refused(self, module: Any) -> None:
+        numbers, places = np.zeros(1, np.uint64), np.zeros(2, np.uint64)
+        with pytest.raises(ValueError, match="there must be 1 pages before"):
+            module.records_pages(numbers, [], [])
+        with pytest.raises(ValueError, match="rows that are not those of 2 places"):
+            module.records_pages(numbers, [None], [(places, np.zeros(1, ROW))])
+
+    def test_rows_with_too_long_keys_are_refused(self, module: Any) -> None:
+        rows = np.zeros(1, ROW)
+        rows["parent_bytes"] = 65
+        with pytest.raises(ValueError, match="a key of 72 bytes"):
+            module.records_pages(np.zeros(1, np.uint64), [None], [(np.zeros(1, np.uint64), rows)])
 
 
 @pytest.mark.parametrize("module", [_native, portable_records])

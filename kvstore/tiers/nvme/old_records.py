@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.native.portable_records import CHECKED, record_checks
-from kvstore.tiers.nvme.records import ID, SlotRecords, deletions, merged, packed, padded
+from kvstore.native.portable_records import CHECKED, padded_keys, record_checks
+from kvstore.tiers.nvme.records import ID, SlotRecords, deletions, merged, packed
 from kvstore.types import MAX_KEY_BYTES
 
 _NUMBERS = [("extent", "<u4"), ("index", "<u4"), ("version", "<u8"), ("length", "<u4")]
@@ -51,6 +51,6 @@ def _unpacked(keys: list[bytes], values: list[bytes]) -> tuple[SlotRecords, Any]
     sizes = [np.array([*map(len, some)], np.uint8) for some in (names, parents)]
     numbers = {name: fixed[name] for name, _ in _NUMBERS} | {"ns": ns}
     numbers = {name: np.ascontiguousarray(column) for name, column in numbers.items()}
-    words, above = padded(names), padded(parents)
+    words, above = padded_keys(names), padded_keys(parents)
     good = record_checks(words, above, [numbers[name] for name in CHECKED]) == fixed["check"]
     return packed(words, sizes[0], above, sizes[1], numbers), good

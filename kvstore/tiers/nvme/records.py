@@ -23,18 +23,8 @@ import numpy as np
 
 from kvstore.core.actions import places
 from kvstore.errors import MisuseError
-from kvstore.native import records_find, records_take
-from kvstore.native.portable_records import (
-    CHECKED,
-    FACTORS,
-    FIXED,
-    NUMBERS,
-    PAGE_SLOTS,
-    SLOT_BITS,
-    WIDTHS,
-    record_checks,
-    record_row,
-)
+from kvstore.native import records_find, records_pack, records_pages, records_take
+from kvstore.native.portable_records import CHECKED, FACTORS, PAGE_SLOTS, SLOT_BITS, fill_rows, record_row
 from kvstore.types import MAX_KEY_BYTES
 
 if TYPE_CHECKING:
@@ -101,19 +91,13 @@ class RecordBatch:
 
     def pack(self) -> SlotRecords:
         """Returns the records. MisuseError if lengths differ or a value is too large."""
-        n = len(self.keys)
+        rows = np.empty(len(self.keys), ROW)
         try:
-            numbers = {name: np.asarray(getattr(self, name), _DTYPES[name]) for name in CHECKED}
+            numbers = {name: np.ascontiguousarray(getattr(self, name), _DTYPES[name]) for name in CHECKED}
+            records_pack(list(self.keys), list(self.parents), tuple(numbers.values()), rows)
         except (OverflowError, ValueError, TypeError) as error:
-            raise MisuseError(f"records that cannot be packed: {error}") from error
-        if any(len(column) != n for column in (*numbers.values(), self.parents)):
-            raise MisuseError("records that cannot be packed: columns of several lengths")
-        if not all(0 < len(key) <= MAX_KEY_BYTES for key in self.keys) or any(
-            len(parent) > MAX_KEY_BYTES for parent in self.parents
-        ):
-            raise MisuseError("a record whose key or parent is too long or empty", "keys have 1 to 64 bytes")
-        sizes = [np.fromiter(map(len, some), np.uint8, n) for some in (self.keys, self.parents)]
-        return packed(padded(self.keys), sizes[0], padded(self.parents), sizes[1], numbers)
+            raise MisuseError(f"records that cannot be packed: {error}", "keys have 1 to 64 bytes") from error
+        return SlotRecords(places(numbers["extent"], numbers["index"]), rows)
 
 
 def packed(
@@ -125,18 +109,8 @@ def packed(
 ) -> SlotRecords:
     """Returns records of blocks. Keys have one width, padded with zeros. `numbers`: the other columns."""
     rows = np.zeros(len(keys), ROW)
-    for name, _ in NUMBERS:
-        rows[name] = numbers[name]
-    rows["key"][:, : keys.shape[1]], rows["parent"][:, : parents.shape[1]] = keys, parents
-    rows["key_bytes"], rows["parent_bytes"] = key_bytes, parent_bytes
-    rows["check"] = record_checks(keys, parents, [numbers[name] for name in CHECKED], key_bytes, parent_bytes)
+    fill_rows(rows, keys, key_bytes, parents, parent_bytes, numbers)
     return SlotRecords(places(numbers["extent"], numbers["index"]), rows)
-
-
-def padded(keys: Sequence[bytes]) -> NDArray[np.uint8]:
-    """Returns keys with shape (n, 64), padded with zeros."""
-    raw = b"".join([key.ljust(MAX_KEY_BYTES, b"\0") for key in keys])
-    return np.frombuffer(raw, np.uint8).reshape(len(keys), MAX_KEY_BYTES)
 
 
 # -- pages
@@ -149,53 +123,16 @@ def rewritten(
 
     `page_of` returns the present page of a key.
     """
-    new = merged(changes)
-    if not len(new):
+    changed = np.unique(np.concatenate([np.empty(0, np.uint64), *(each.places for each in changes)]))
+    if not len(changed):
         return []
-    number = new.places >> np.uint64(SLOT_BITS)
+    number = changed >> np.uint64(SLOT_BITS)
     first = np.flatnonzero(np.append(True, number[1:] != number[:-1]))
-    keys = _page_keys(number[first])
-    old = [page_of(key) for key in keys]
-    longest = np.maximum.reduceat(np.maximum(new.rows["key_bytes"], new.rows["parent_bytes"]), first)
-    widths = np.maximum(-(-longest.astype(np.int64) // 8) * 8, 8)
-    before = np.array([WIDTHS.get(len(page), 0) if page is not None else 0 for page in old])
-    widths = np.maximum(widths, before)
-    at_page = np.repeat(np.arange(len(first)), np.diff(first, append=len(new)))
-    at_slot = (new.places & np.uint64(PAGE_SLOTS - 1)).astype(np.int64)
-    values: list[bytes | None] = [None] * len(keys)
-    for width in np.unique(widths).tolist():
-        which = np.flatnonzero(widths == width)
-        pages = _joined([old[i] for i in which.tolist()], before[which], width)
-        rows = np.flatnonzero(widths[at_page] == width)
-        pages[np.searchsorted(which, at_page[rows]), at_slot[rows]] = _with_width(new.rows[rows], width)
-        left: list[int] = pages["key_bytes"].max(axis=1).tolist()
-        raw, nbytes = pages.tobytes(), pages[0].nbytes
-        for n, i in enumerate(which.tolist()):
-            values[i] = raw[n * nbytes : (n + 1) * nbytes] if left[n] else None
+    keys, slots = _page_keys(number[first]), np.diff(first, append=len(number)).tolist()
+    # A page of which all slots change need not be read.
+    old = [page_of(key) if n < PAGE_SLOTS else None for key, n in zip(keys, slots, strict=True)]
+    values = records_pages(number[first], old, [(each.places, each.rows) for each in changes])
     return list(zip(keys, values, strict=True))
-
-
-def _joined(pages: list[bytes | None], widths: NDArray[np.int64], width: int) -> NDArray[np.void]:
-    """Returns the rows of pages as an array (n, 32) with keys of `width` bytes. A width of 0: no rows yet."""
-    joined = np.zeros((len(pages), PAGE_SLOTS), record_row(width))
-    for each in np.unique(widths[widths > 0]).tolist():
-        which = np.flatnonzero(widths == each)
-        raw = b"".join(pages[i] or b"" for i in which.tolist())
-        joined[which] = _with_width(np.frombuffer(raw, record_row(each)), width).reshape(-1, PAGE_SLOTS)
-    return joined
-
-
-def _with_width(rows: NDArray[np.void], width: int) -> NDArray[np.void]:
-    """Returns rows with keys of `width` bytes."""
-    own = rows.dtype["key"].itemsize
-    if own == width:
-        return rows
-    found = np.zeros(len(rows), record_row(width))
-    for name, *_ in FIXED:
-        found[name] = rows[name]
-    for name in ("key", "parent"):
-        found[name][:, : min(own, width)] = rows[name][:, : min(own, width)]
-    return found
 
 
 def _page_keys(numbers: Places) -> list[bytes]:

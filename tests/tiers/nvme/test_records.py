@@ -91,6 +91,16 @@ def test_a_run_of_slots_is_few_pages() -> None:
     assert all(page is not None and len(page) <= 4080 for _, page in pages), "each fits a page of LMDB"
 
 
+def test_a_page_of_which_all_slots_change_is_not_read() -> None:
+    dice, read = random.Random(1), list[bytes]()
+    run = {i: record(dice) for i in range(20, 70)}
+    gone = deletions(np.arange(96, 128, dtype=np.uint64))
+    pages = rewritten(read.append, [batch(run).pack(), gone])
+    assert [key for key, _ in pages] == [struct.pack(">II", 0, page) for page in range(4)]
+    assert read == [pages[0][0], pages[2][0]]
+    assert pages[3][1] is None
+
+
 @pytest.mark.parametrize("bit", [0, 6])
 @pytest.mark.parametrize("at", range(0, 112))
 def test_each_byte_of_a_record_is_checked(at: int, bit: int) -> None:
