@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 GROUP_RECORDS = 8192
 WAITING_RECORDS = 1 << 17
-_REST_S = 0.005
+_REST_S = 0.010
 """The least time between the starts of two groups. Syncs and commits cost as much for one put as for many."""
 _MOST_WAITING = 64  # changes, which end a rest
 
