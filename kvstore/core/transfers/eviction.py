@@ -85,9 +85,7 @@ class Eviction(Job):
                 break
         short = n - slots.free(pool) - (self._copies.demoting(tier, pool) if self.trying_again else 0)
         if short > 0 and pool in slots.classes and not (patient and state.growing):
-            # Evicts more than needed where that costs little room: evicting one by one is slow.
-            ahead = min(_AHEAD, slots.classes[pool].total // _AHEAD_OF)
-            self._evict(tier, pool, short + ahead, below)
+            self._evict(tier, pool, short + _ahead(slots.classes[pool].total), below)
         beyond = n * size - holdings.room(pool.tenant)
         if beyond > 0:
             self._evict_bytes(tier, pool.tenant, beyond, below)
@@ -109,7 +107,7 @@ class Eviction(Job):
         return bool(r.idle(tier, r.topology.policy(tier, pool).coldest(_SCAN_MIN, r.now)).any())
 
     def make_rows(self, n: int, tenant: int) -> None:
-        """Frees up to n rows: drops blocks from the lowest tier up, the tenant's own blocks first."""
+        """Frees n rows, and some ahead: drops blocks from the lowest tier up, the tenant's own first."""
         blocks, topology = self._r.blocks, self._r.topology
         if n <= blocks.capacity - blocks.used:
             return
@@ -125,7 +123,9 @@ class Eviction(Job):
                     short = n - (blocks.capacity - blocks.used)
                     if short <= 0:
                         return
-                    if not own:
+                    if own:
+                        short += _ahead(blocks.capacity)
+                    else:
                         short = min(short, state.extents.holdings.above_floor(pool.tenant) // pool.slot_bytes)
                     self._evict(tier, pool, short)
 
@@ -387,3 +387,8 @@ class Eviction(Job):
 
     def _step_at(self, when: float) -> None:
         self._next_step = min(self._next_step, when)
+
+
+def _ahead(room: int) -> int:
+    """Returns how many more blocks than needed are evicted of so many: evicting one by one is slow."""
+    return min(_AHEAD, room // _AHEAD_OF)

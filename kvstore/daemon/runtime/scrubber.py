@@ -17,7 +17,7 @@ class Scrubber:
 
     def __init__(self, core: Executor) -> None:
         self._core = core
-        self._next = 0
+        self._last = -1
         self._bytes_per_s = 0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -35,6 +35,7 @@ class Scrubber:
             self._timer = None
 
     def _step(self) -> None:
-        tier, self._next = self._next, (self._next + 1) % len(self._core.view.tiers)
+        there = [tier.number for tier in self._core.view.tiers if not tier.gone]
+        self._last = next((number for number in there if number > self._last), there[0])
         self._timer = self._core.loop.call_later(_STEP_BYTES / self._bytes_per_s, self._step)
-        self._core.handle(Scrub(tier, _STEP_BYTES))
+        self._core.handle(Scrub(self._last, _STEP_BYTES))

@@ -574,3 +574,17 @@ def test_a_reload_adds_and_removes_devices_of_the_file(second: Path) -> None:
         config.write_text(before)
         os.kill(daemon.pid, signal.SIGHUP)
         eventually(lambda: gone(client), within_s=30)
+
+
+def test_a_removed_device_takes_no_share_of_the_scrubber(second: Path) -> None:
+    settings = {**WITH_NVME, "scrub": {"rate": "1GiB"}}
+    with LocalDaemon(settings) as daemon, Client(daemon.url, deadline_s=10) as client:
+        assert store(client.namespace(new_layout()), names(50)) == 50
+        add(client, second)
+        passes = lambda name: client.status()["counters"].get(f"scrub_passes_{name}", 0)  # noqa: E731
+        eventually(lambda: passes("nvme1"))
+        remove(client)
+        eventually(lambda: "nvme1" not in [each["name"] for each in client.status()["tiers"]])
+        before, others = passes("nvme1"), passes("nvme")
+        eventually(lambda: passes("nvme") > others + 3)
+        assert passes("nvme1") == before
