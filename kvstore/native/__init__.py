@@ -10,7 +10,14 @@ from __future__ import annotations
 
 import os
 
-from kvstore.native import portable, portable_files, portable_index, portable_presence, portable_records
+from kvstore.native import (
+    portable,
+    portable_chains,
+    portable_files,
+    portable_index,
+    portable_presence,
+    portable_records,
+)
 from kvstore.native.mixing import splitmix
 from kvstore.native.pieces import PIECE, pieces, whole
 from kvstore.native.portable import copied
@@ -30,6 +37,7 @@ except ImportError as error:
     sums, checksum = portable.sums, portable.checksum
     move_files, why_no_io_uring = portable_files.move_files, portable_files.why_no_io_uring
     IOQueue = PortableQueue
+    chain_above, chain_root = portable_chains.chain_above, portable_chains.chain_root
     index_add, index_find = portable_index.index_add, portable_index.index_find
     index_remove = portable_index.index_remove
     presence_set = portable_presence.presence_set
@@ -41,6 +49,7 @@ else:
     copy, sums, checksum = _native.copy, _native.sums, _native.checksum
     move_files, why_no_io_uring = _native.move_files, _native.why_no_io_uring
     IOQueue = _native.IOQueue
+    chain_above, chain_root = _native.chain_above, _native.chain_root
     index_add, index_find, index_remove = _native.index_add, _native.index_find, _native.index_remove
     presence_set = _native.presence_set
     records_find, records_take = _native.records_find, _native.records_take
@@ -58,6 +67,8 @@ __all__ = [
     "IOQueue",
     "Outcome",
     "PortableQueue",
+    "chain_above",
+    "chain_root",
     "checksum",
     "copied",
     "copy",

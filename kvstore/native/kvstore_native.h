@@ -7,6 +7,7 @@
 #include <Python.h>
 
 /* Adds what one file has to the module. Each returns -1 with an exception, or 0. */
+int add_chains(PyObject *module);
 int add_copies(PyObject *module);
 int add_files(PyObject *module);
 int add_index(PyObject *module);

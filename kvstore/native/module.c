@@ -3,7 +3,7 @@
 
 static int fill(PyObject *module)
 {
-    return add_copies(module) || add_files(module) || add_index(module) || add_io_queue(module) ||
+    return add_chains(module) || add_copies(module) || add_files(module) || add_index(module) || add_io_queue(module) ||
                    add_presence(module) || add_record_pages(module) || add_records(module) || add_slots(module)
                ? -1
                : 0;

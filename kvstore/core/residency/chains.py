@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +18,10 @@ from kvstore.core.blocks.block_table import FREE, HOLE, Blocks, Rows
 from kvstore.core.blocks.index import Index
 from kvstore.core.jobs import Job
 from kvstore.core.reuse.reuse import Reuse
+from kvstore.native import chain_above, chain_root
 
 _LONGEST_CHAIN = 1 << 17
-_RUN = 256
-_SHORT_RUN = 32
-_MOST_RUNS = 256
+_MOST_RUNS = 256  # of neighbouring rows, looked at by one step
 _REMOVING = 4
 """The state of a row within `remove`, in addition to those of `Blocks`."""
 _ONE = np.int32(1)  # of the column's type, which makes counting several times as fast
@@ -45,6 +43,7 @@ class Chains(Job):
         self.now = 0.0
         self.holes: Counter[int] = Counter()
         self.childless: set[int] = set()
+        self._above = np.empty(_LONGEST_CHAIN, np.int64)
         # A memoryview reads one row several times as fast as the array.
         self._parent_of = blocks.parent.data
         self._children_of = blocks.children.data
@@ -52,38 +51,14 @@ class Chains(Job):
 
     def with_ancestors(self, rows: Rows) -> Rows:
         """Returns the chain from its root to `rows`, which are a chain themselves, mostly in order."""
-        above: list[Rows] = [rows]
         row = self._parent_of[int(rows[0])] if len(rows) and rows[0] >= 0 else -1
-        above += [np.arange(first, last + 1) for first, last in self._ancestor_runs(row)]
-        if len(above) == 1:
+        if row < 0:
             return rows
-        up = np.concatenate(above[:0:-1])
+        up = self._above[: chain_above(self._blocks.parent, row, self._above)][::-1]
         if (self._blocks.parent[rows[1:]] != rows[:-1]).any():
             # A copy or a request may have a child before its parent.
             rows = rows[~np.isin(rows, up)]
         return np.concatenate((up, rows))
-
-    def _ancestor_runs(self, row: int) -> Iterator[tuple[int, int]]:
-        """Yields the chain that ends with `row` (-1: none), from `row` upwards, as (first, last) of row runs.
-
-        Most chains were stored by one request and lie in ascending rows. Their runs are long.
-        """
-        done, look, parent_of = 0, _RUN, self._parent_of
-        while row >= 0 and done < _LONGEST_CHAIN:
-            start, least = row, max(0, row - _SHORT_RUN)
-            # A loop ends a short run sooner than numpy begins.
-            while start > least and parent_of[start] == start - 1:
-                start -= 1
-            if start == least > 0:
-                first = max(0, start - look)
-                breaks = self._blocks.parent[start:first:-1] != np.arange(start - 1, first - 1, -1)
-                n = int(breaks.argmax())
-                broken = bool(breaks[n])
-                start = start - n if broken else first
-                look = _RUN if broken else 2 * look
-            yield start, row
-            done += row + 1 - start
-            row = parent_of[start]
 
     def link(self, rows: Rows, parents: Rows) -> None:
         """Sets the parents (-1: root) of rows that have none, in the order of the rows.
@@ -95,22 +70,9 @@ class Chains(Job):
         # A row without children is no ancestor.
         for i in np.flatnonzero((self._blocks.children[rows] > 0) & (parents >= 0)).tolist():
             self._set_parents(rows[done:i], parents[done:i])
-            root, budget = self._root_of(int(parents[i]), budget)
+            root, budget = chain_root(self._blocks.parent, int(parents[i]), budget)
             done = i + 1 if root in (-1, rows[i]) else i
         self._set_parents(rows[done:], parents[done:])
-
-    def _root_of(self, row: int, budget: int) -> tuple[int, int]:
-        """Returns (root of the chain that ends with `row`, rest of the budget). -1: the budget is spent.
-
-        A run of up to 256 rows costs 1.
-        """
-        for first, last in self._ancestor_runs(row):
-            budget -= 1 + (last - first) // _RUN
-            if budget < 0:
-                return -1, 0
-            if self._parent_of[first] < 0:
-                return first, budget
-        return -1, budget
 
     def separate(self, namespace: int) -> None:
         """Makes all rows of a namespace roots. Frees its holes."""
