@@ -39,6 +39,7 @@ WANTED = {4 * KIB: 100_000, 64 * KIB: 20_000}
 BATCH, CHAIN = 256, 2048
 DRAM_BYTES = 256 * MIB
 MOST_PER_S = 50_000
+"""Blocks of 64 KiB that are put in a second, at most: the tier has room for all that are put meanwhile."""
 LOOKUP_P99_MS = 1.0
 _LOOKUP_EVERY_S = 0.005
 

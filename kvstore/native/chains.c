@@ -1,64 +1,62 @@
-/* Walks from a row of the core's table of blocks to the root of its chain. The GIL is kept: see index.c. */
+/* Walks from a row of the core's table of blocks to the root of its chain.
+ *
+ * The GIL is kept, as in index.c: the table belongs to the core's one thread.
+ */
 #include "kvstore_native.h"
 
 #include <stdint.h>
 
 #define ADJACENT 256
 
-typedef struct {
-    Py_buffer view;
-    const int32_t *parent;
-    size_t rows;
-} links;
-
-/* Returns whether a row is none of the table, with an exception. */
-static int is_beyond(const links *of, int64_t row)
+/* Reads the parent of a row. Returns 0 with an exception if the table has no such row. */
+static int step_up(const Py_buffer *parents, int64_t row, int64_t *parent)
 {
-    if (row < (int64_t)of->rows)
+    size_t rows = (size_t)parents->len / sizeof(int32_t);
+    if ((uint64_t)row >= rows) {
+        PyErr_Format(PyExc_IndexError, "row %lld of %zu", (long long)row, rows);
         return 0;
-    PyErr_Format(PyExc_IndexError, "row %lld of %zu", (long long)row, of->rows);
+    }
+    *parent = ((const int32_t *)parents->buf)[row];
     return 1;
 }
 
 static PyObject *chain_above(PyObject *module, PyObject *args)
 {
-    links of;
-    Py_buffer out;
-    long long row;
-    if (!PyArg_ParseTuple(args, "y*Lw*", &of.view, &row, &out))
+    Py_buffer parents, out;
+    long long start;
+    if (!PyArg_ParseTuple(args, "y*Lw*", &parents, &start, &out))
         return NULL;
-    of.parent = of.view.buf;
-    of.rows = (size_t)of.view.len / sizeof *of.parent;
-    int64_t *into = out.buf;
+    int64_t row = start, *into = out.buf;
     size_t n = 0, room = (size_t)out.len / sizeof *into;
-    int failed = 0;
-    while (row >= 0 && n < room && !(failed = is_beyond(&of, row))) {
+    int good = 1;
+    while (good && row >= 0 && n < room) {
         into[n++] = row;
-        row = of.parent[row];
+        good = step_up(&parents, row, &row);
     }
-    PyBuffer_Release(&of.view);
+    PyBuffer_Release(&parents);
     PyBuffer_Release(&out);
-    return failed ? NULL : PyLong_FromSize_t(n);
+    return good ? PyLong_FromSize_t(n) : NULL;
 }
 
 static PyObject *chain_root(PyObject *module, PyObject *args)
 {
-    links of;
-    long long row, budget, rows = 0, runs = 1;
-    if (!PyArg_ParseTuple(args, "y*LL", &of.view, &row, &budget))
+    Py_buffer parents;
+    long long start, budget;
+    if (!PyArg_ParseTuple(args, "y*LL", &parents, &start, &budget))
         return NULL;
-    of.parent = of.view.buf;
-    of.rows = (size_t)of.view.len / sizeof *of.parent;
-    int failed = 0;
-    while (!(failed = row < 0 || is_beyond(&of, row)) && runs + ++rows / ADJACENT <= budget && of.parent[row] >= 0) {
-        runs += of.parent[row] != row - 1;
-        row = of.parent[row];
+    int64_t row = -1, above = start, rows = 0, runs = 0, left = budget;
+    int good = 1;
+    while (good && above >= 0 && left >= 0) {
+        runs += !rows || above != row - 1;
+        rows++;
+        left = budget - runs - rows / ADJACENT;
+        row = above;
+        good = step_up(&parents, row, &above);
     }
-    PyBuffer_Release(&of.view);
-    if (failed && PyErr_Occurred())
+    PyBuffer_Release(&parents);
+    if (!good)
         return NULL;
-    long long left = budget - runs - rows / ADJACENT;
-    return failed || left < 0 ? Py_BuildValue("LL", -1LL, failed ? budget : 0LL) : Py_BuildValue("LL", row, left);
+    return left < 0 ? Py_BuildValue("LL", -1LL, 0LL) : Py_BuildValue("LL", (long long)row, (long long)left);
 }
 
 static PyMethodDef functions[] = {

@@ -91,7 +91,7 @@ def records_pack(
     wrong = [size for size in sizes[0].tolist() if not size]
     wrong += [size for size in np.concatenate(sizes).tolist() if size > _MOST_KEY_BYTES]
     if wrong:
-        raise ValueError(f"a key of {wrong[0]} bytes")
+        raise ValueError(f"a key of {wrong[0]} bytes, which must have 1 to 64")
     rows[:] = np.zeros((), rows.dtype)
     named = dict(zip(CHECKED, numbers, strict=True))
     own, above = (size.astype(np.uint8) for size in sizes)
@@ -122,7 +122,7 @@ def records_pages(
         raise ValueError(f"place {places[found.argmin()]} is of no page")
     longest = np.maximum(rows["key_bytes"], rows["parent_bytes"]).astype(np.int64)
     if longest.max(initial=0) > _MOST_KEY_BYTES:
-        raise ValueError(f"a key of {-(-longest.max() // 8) * 8} bytes")
+        raise ValueError(f"a key of {-(-longest.max() // 8) * 8} bytes, which must have 1 to 64")
     before = np.array([WIDTHS.get(len(page), 0) if page is not None else 0 for page in old], np.int64)
     widths = np.maximum(before, 8)
     np.maximum.at(widths, at_page, -(-longest // 8) * 8)

@@ -23,7 +23,7 @@ static int take_key(PyObject *keys, size_t i, uint8_t *to, uint8_t *nbytes)
     if (key == NULL || PyBytes_AsStringAndSize(key, &bytes, &n))
         return 0;
     if (n > MOST_KEY_BYTES)
-        return bad("a key of %zu bytes", (size_t)n);
+        return bad("a key of %zu bytes, which must have 1 to 64", (size_t)n);
     memcpy(to, bytes, (size_t)n);
     memset(to + n, 0, (size_t)(MOST_KEY_BYTES - n));
     *nbytes = (uint8_t)n;
@@ -63,7 +63,7 @@ static PyObject *records_pack(PyObject *module, PyObject *args)
             !take_key(parents, i, key + MOST_KEY_BYTES, &head.parent_bytes))
             goto end;
         if (!head.key_bytes) {
-            bad("a key of %zu bytes", 0);
+            bad("a key of %zu bytes, which must have 1 to 64", 0);
             goto end;
         }
         head.check = record_check(&head, key, MOST_KEY_BYTES, extent[i], index[i]);
@@ -144,7 +144,7 @@ static int each_row(PyObject *changes, page *pages, size_t n, int write)
                 memcpy(to, &head, sizeof head);
                 put_keys(to + sizeof head, p->width, row + sizeof head, MOST_KEY_BYTES);
             } else if (width_for(&head) > MOST_KEY_BYTES) {
-                good = bad("a key of %zu bytes", width_for(&head));
+                good = bad("a key of %zu bytes, which must have 1 to 64", width_for(&head));
             } else if (width_for(&head) > p->width) {
                 p->width = width_for(&head);
             }
@@ -205,12 +205,10 @@ static PyObject *records_pages(PyObject *module, PyObject *args)
         PyObject *before = PyList_GetItem(old, (Py_ssize_t)i);
         pages[i].number = ((const uint64_t *)numbers.buf)[i];
         pages[i].width = 8;
-        if (before != Py_None) {
-            Py_ssize_t nbytes = PyBytes_Size(before);
-            good = nbytes >= 0;
-            size_t own = good ? width_of((size_t)nbytes) : 0;
-            pages[i].width = own ? own : 8;
-        }
+        Py_ssize_t nbytes = before == Py_None ? 0 : PyBytes_Size(before);
+        good = nbytes >= 0;
+        if (good && width_of((size_t)nbytes))
+            pages[i].width = width_of((size_t)nbytes);
     }
     good = good && each_row(changes, pages, n, 0) && (values = PyList_New((Py_ssize_t)n)) != NULL;
     for (size_t i = 0; good && i < n; i++) {

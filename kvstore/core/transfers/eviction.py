@@ -107,7 +107,7 @@ class Eviction(Job):
         return bool(r.idle(tier, r.topology.policy(tier, pool).coldest(_SCAN_MIN, r.now)).any())
 
     def make_rows(self, n: int, tenant: int) -> None:
-        """Frees n rows, and some ahead: drops blocks from the lowest tier up, the tenant's own first."""
+        """Frees up to n rows and some ahead: drops blocks from the lowest tier up, the tenant's own first."""
         blocks, topology = self._r.blocks, self._r.topology
         if n <= blocks.capacity - blocks.used:
             return

@@ -96,7 +96,7 @@ class RecordBatch:
             numbers = {name: np.ascontiguousarray(getattr(self, name), _DTYPES[name]) for name in CHECKED}
             records_pack(list(self.keys), list(self.parents), tuple(numbers.values()), rows)
         except (OverflowError, ValueError, TypeError) as error:
-            raise MisuseError(f"records that cannot be packed: {error}", "keys have 1 to 64 bytes") from error
+            raise MisuseError(f"records that cannot be packed: {error}") from error
         return SlotRecords(places(numbers["extent"], numbers["index"]), rows)
 
 
