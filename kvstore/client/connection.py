@@ -26,6 +26,7 @@ RECEIVE_BYTES = 256 << 10
 _BACK_OFF_S = 0.05
 _BACK_OFF_MAX_S = 2.0
 _LATE = 3
+_PEEK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
 REPORT_S = 0.25
 """Longest time (s) that reports of lookups and reads wait for another message."""
 
@@ -179,7 +180,7 @@ class BaseConnection:
         if self.closed:
             return True
         try:
-            return not self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            return not self._sock.recv(1, _PEEK)
         except BlockingIOError:
             return False
         except OSError:

@@ -114,8 +114,10 @@ class Reports:
         with self._lock:
             counts = self._lookups.setdefault(namespace, [0] * (MOST_TIERS + 1))
             counts[-1] += asks
-            for tier in set(tiers):
-                counts[tier] += tiers.count(tier)
+            while tiers:
+                rest = tiers.translate(None, tiers[:1])
+                counts[tiers[0]] += len(tiers) - len(rest)
+                tiers = rest
 
     def add_read(self, namespace: int, keys: Sequence[Key], key_bytes: int) -> bool:
         """Adds blocks that were read. Returns False if the reports have become too long to wait."""

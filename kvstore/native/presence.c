@@ -90,15 +90,16 @@ static place place_of(const presence_table *table, const char *key, size_t size)
     };
 }
 
-/* Returns the cell of a mark in one bucket, 0 if it has none. */
+/* Returns the flags of a mark in one bucket, more than FLAGS if it is not there: a cell differs from its mark in
+ * them only. */
 static uint64_t find_in(cell *bucket, uint64_t mark)
 {
-    uint64_t found = 0;
+    uint64_t least = UINT64_MAX;
     for (int way = 0; way < WAYS; way++) {
-        uint64_t value = atomic_load_explicit(&bucket[way], memory_order_relaxed);
-        found = (value & ~FLAGS) == mark ? value : found;
+        uint64_t differs = atomic_load_explicit(&bucket[way], memory_order_relaxed) ^ mark;
+        least = differs < least ? differs : least;
     }
-    return found;
+    return least;
 }
 
 /* Returns the word beside the cell of a mark, 0 if the cell was removed meanwhile. */
@@ -141,17 +142,17 @@ static Py_ssize_t find_keys(const presence_table *table, PyObject *keys, Py_ssiz
         }
         for (Py_ssize_t i = 0; i < some; i++) {
             found[i] = find_in(places[i].first, places[i].mark);
-            if (!found[i])
+            if (found[i] > FLAGS)
                 __builtin_prefetch((const void *)places[i].second);
         }
         for (Py_ssize_t i = 0; i < some; i++) {
-            if (!found[i])
+            if (found[i] > FLAGS)
                 found[i] = find_in(places[i].second, places[i].mark);
-            if (!found[i] && leading)
+            if (found[i] > FLAGS && leading)
                 return at + i;
-            out[at + i] = found[i] ? (uint8_t)(found[i] & FLAGS) : 0xFF;
+            out[at + i] = found[i] > FLAGS ? 0xFF : (uint8_t)found[i];
             if (where != NULL)
-                where[at + i] = found[i] ? place_beside(table, &places[i], places[i].mark) : 0;
+                where[at + i] = found[i] > FLAGS ? 0 : place_beside(table, &places[i], places[i].mark);
         }
     }
     return n;
