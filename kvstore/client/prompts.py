@@ -112,6 +112,7 @@ class Prompts:
     def __init__(self) -> None:
         # Threads need no lock: each change is one operation, and a lost change costs one count.
         self._open: list[PromptRequests] = []
+        self._of_ends: dict[object, list[PromptRequests]] = {}
 
     def of_lookup(self, namespace: object, keys: Sequence[Key], prompt: int | None) -> PromptRequests:
         """Returns the prompt of a lookup."""
@@ -157,10 +158,8 @@ class Prompts:
 
     def _of_keys(self, namespace: object, caller: object, keys: Sequence[Key]) -> list[PromptRequests]:
         """Returns a caller's open prompts of these keys in a namespace, the latest first."""
-        # Keys first: few prompts have the same, and comparing callers is slow.
-        ends = _ends(keys)
-        some = [p for p in self._open[::-1] if p.ends == ends]
-        return [p for p in some if p.caller == caller and p.namespace == namespace]
+        some = self._of_ends.get(_ends(keys), [])
+        return [p for p in some[::-1] if p.caller == caller and p.namespace == namespace]
 
     def _candidates(self, namespace: object, caller: object) -> Iterator[tuple[PromptRequests, bool]]:
         """Yields the possible prompts of a request, the likeliest first; whether to search their keys."""
@@ -183,6 +182,7 @@ class Prompts:
         for each in same:
             self._close(each)
         self._open.append(requests)
+        self._of_ends.setdefault(requests.ends, []).append(requests)
         while len(self._open) > _OPEN:
             self._close(self._open[0])
         if len(keys) > _LONG_KEYS:
@@ -191,8 +191,13 @@ class Prompts:
         return requests
 
     def _close(self, requests: PromptRequests) -> None:
-        with contextlib.suppress(ValueError):
+        # Another thread may have closed it.
+        with contextlib.suppress(KeyError, ValueError):
             self._open.remove(requests)
+            same = self._of_ends[requests.ends]
+            same.remove(requests)
+            if not same:
+                del self._of_ends[requests.ends]
 
 
 def _ends(keys: Sequence[Key]) -> object:
