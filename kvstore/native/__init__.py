@@ -14,6 +14,7 @@ from kvstore.native import (
     portable,
     portable_chains,
     portable_files,
+    portable_ghosts,
     portable_index,
     portable_presence,
     portable_records,
@@ -38,6 +39,7 @@ except ImportError as error:
     move_files, why_no_io_uring = portable_files.move_files, portable_files.why_no_io_uring
     IOQueue = PortableQueue
     chain_above, chain_root = portable_chains.chain_above, portable_chains.chain_root
+    ghosts_find, ghosts_put = portable_ghosts.ghosts_find, portable_ghosts.ghosts_put
     index_add, index_find = portable_index.index_add, portable_index.index_find
     index_remove = portable_index.index_remove
     presence_set = portable_presence.presence_set
@@ -50,6 +52,7 @@ else:
     move_files, why_no_io_uring = _native.move_files, _native.why_no_io_uring
     IOQueue = _native.IOQueue
     chain_above, chain_root = _native.chain_above, _native.chain_root
+    ghosts_find, ghosts_put = _native.ghosts_find, _native.ghosts_put
     index_add, index_find, index_remove = _native.index_add, _native.index_find, _native.index_remove
     presence_set = _native.presence_set
     records_find, records_take = _native.records_find, _native.records_take
@@ -74,6 +77,8 @@ __all__ = [
     "copy",
     "copy_in",
     "copy_out",
+    "ghosts_find",
+    "ghosts_put",
     "index_add",
     "index_find",
     "index_remove",

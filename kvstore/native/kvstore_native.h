@@ -10,6 +10,7 @@
 int add_chains(PyObject *module);
 int add_copies(PyObject *module);
 int add_files(PyObject *module);
+int add_ghosts(PyObject *module);
 int add_index(PyObject *module);
 int add_io_queue(PyObject *module);
 int add_presence(PyObject *module);

@@ -3,8 +3,9 @@
 
 static int fill(PyObject *module)
 {
-    return add_chains(module) || add_copies(module) || add_files(module) || add_index(module) || add_io_queue(module) ||
-                   add_presence(module) || add_record_pages(module) || add_records(module) || add_slots(module)
+    return add_chains(module) || add_copies(module) || add_files(module) || add_ghosts(module) || add_index(module) ||
+                   add_io_queue(module) || add_presence(module) || add_record_pages(module) || add_records(module) ||
+                   add_slots(module)
                ? -1
                : 0;
 }

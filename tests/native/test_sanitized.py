@@ -54,6 +54,7 @@ def test_random_batches_under_sanitizers(tmp_path: Path) -> None:
         "tests/core/blocks/test_index.py",
         "tests/native/test_presence.py",
         "tests/native/test_chains.py",
+        "tests/native/test_ghosts.py",
         "tests/native/test_records.py",
         "tests/native/test_slots.py",
     ]

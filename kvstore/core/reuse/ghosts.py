@@ -7,82 +7,59 @@ import numpy.typing as npt
 
 from kvstore.columns import zeros
 from kvstore.core.blocks.block_table import Blocks, Rows
-from kvstore.native import splitmix
+from kvstore.native import ghosts_find, ghosts_put, splitmix
 
 Fingerprints = npt.NDArray[np.uint64]
 
 _WAYS = 8
-_VALUE_BITS = 41
-_VALUE = np.uint64((1 << _VALUE_BITS) - 1)
 _MIX = np.array(splitmix(1, 16), np.uint64) | np.uint64(1)
 
 
 class Ghosts:
     """About `entries` values of 41 bits by fingerprint. One answer in 10**5 belongs to another block.
 
-    A full bucket drops its lowest value, so later values should be higher. A free cell counts as the value 0.
-    `puts` counts the values that were put.
+    The high half of a fingerprint chooses a bucket of 8 cells, the low bits are the tag above the value in a
+    cell. A full bucket drops its lowest value, so later values should be higher. A free cell counts as the
+    value 0. `puts` counts the values that were put.
     """
 
     def __init__(self, entries: int) -> None:
         self.puts = 0
-        self._buckets = max(-(-entries // _WAYS), 1)
-        self._table = zeros(self._buckets * _WAYS, np.uint64).reshape(-1, _WAYS)
+        self._table = zeros(max(-(-entries // _WAYS), 1) * _WAYS, np.uint64)
 
     def put(self, fingerprints: Fingerprints, values: npt.NDArray[np.uint64]) -> None:
         """Sets a value below 2**41 for each fingerprint."""
-        at, tags = self._split(fingerprints)
-        words = tags | values
-        self.puts += len(at)
-        while len(at):
-            bucket = self._table.take(at, axis=0)
-            same = (bucket ^ tags[:, None]) <= _VALUE
-            way = np.where(same.any(axis=1), same.argmax(axis=1), (bucket & _VALUE).argmin(axis=1))
-            self._table[at, way] = words
-            # Only the last of several fingerprints has got the same cell.
-            lost = self._table[at, way] != words
-            at, tags, words = at[lost], tags[lost], words[lost]
+        self.puts += len(fingerprints)
+        ghosts_put(self._table, fingerprints, values)
 
     def take(self, fingerprints: Fingerprints) -> npt.NDArray[np.int64]:
         """Removes fingerprints. Returns their values as `peek` does."""
-        at, way, values = self._find(fingerprints)
-        found = values >= 0
-        self._table[at[found], way[found]] = 0
-        return values
+        return self._find(fingerprints, remove=True)
 
     def peek(self, fingerprints: Fingerprints) -> npt.NDArray[np.int64]:
         """Returns the value of each fingerprint, -1 if there is none."""
-        return self._find(fingerprints)[2]
+        return self._find(fingerprints, remove=False)
 
     def dump(self) -> tuple[int, npt.NDArray[np.uint32], npt.NDArray[np.uint64]]:
         """Returns (number of words, positions of the words that are not 0, these words)."""
-        words = self._table.reshape(-1)
-        at = np.flatnonzero(words)
-        return len(words), at.astype(np.uint32), words[at]
+        at = np.flatnonzero(self._table)
+        return len(self._table), at.astype(np.uint32), self._table[at]
 
     def load(self, room: int, at: npt.NDArray[np.uint32], words: npt.NDArray[np.uint64]) -> bool:
         """Loads what a table of this size dumped. Returns False for a table of another size."""
         if room != self._table.size or len(at) != len(words) or (len(at) and int(at.max()) >= room):
             return False
-        self._table.reshape(-1)[at] = words
+        self._table[at] = words
         return True
 
     def ram_bytes(self) -> int:
         """Returns the bytes of the table."""
         return self._table.nbytes
 
-    def _split(self, fingerprints: Fingerprints) -> tuple[Rows, Fingerprints]:
-        """Returns buckets, and tags in the bits above a value. A tag is never 0."""
-        at = (fingerprints >> np.uint64(32)) * np.uint64(self._buckets) >> np.uint64(32)
-        tags = fingerprints << np.uint64(_VALUE_BITS)
-        return at.view(np.int64), np.maximum(tags, _VALUE + np.uint64(1))
-
-    def _find(self, fingerprints: Fingerprints) -> tuple[Rows, Rows, npt.NDArray[np.int64]]:
-        at, tags = self._split(fingerprints)
-        bucket = self._table.take(at, axis=0)
-        way = ((bucket ^ tags[:, None]) <= _VALUE).argmax(axis=1)
-        values = bucket[np.arange(len(at)), way] ^ tags
-        return at, way, np.where(values <= _VALUE, values.view(np.int64), -1)
+    def _find(self, fingerprints: Fingerprints, remove: bool) -> npt.NDArray[np.int64]:
+        values = np.empty(len(fingerprints), np.int64)
+        ghosts_find(self._table, fingerprints, values, remove)
+        return values
 
 
 def fingerprints(blocks: Blocks, rows: Rows, seed: int) -> Fingerprints:

@@ -231,7 +231,7 @@ def _serve(connection: Connection, log: str, options: dict[str, Any], environmen
 
     # With more of them, which thread gets which rows depends on how many rows there are, and so do bits.
     torch.set_num_threads(1)
-    # A fork's first parallel operation replaces PyTorch's pool. SGLang loads weights in threads, which would race.
+    # A fork's first parallel operation replaces PyTorch's pool. SGLang's threads that load weights race.
     os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
     engine = sglang.Engine(**options)
     connection.send((True, None))
