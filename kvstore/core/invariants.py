@@ -141,6 +141,9 @@ def _check_tier(leases: LeaseTable, tier: int, numbers_of: Mapping[SlotPool, Slo
     assert extents.total * extents.extent_bytes <= extents.bound_bytes, "more extents than the limit allows"
     assert extents.used_bytes <= extents.capacity_bytes, "more bytes used than the capacity"
     assert extents.removing <= set(extents.renewing), "an extent that is being removed is usable"
+    if r.tiers[tier].gone:
+        assert not r.tiers[tier].policies, "a removed device has policies"
+        assert not len(table.owner), "a removed device has slots"
     live = np.flatnonzero(r.blocks.state != FREE)
     rows = live[slot[live] >= 0]
     assert len(set(slot[rows].tolist())) == len(rows), "a slot has two owners"

@@ -31,15 +31,25 @@ class Extents:
         self.bound_bytes = limit_bytes
         self.most_bytes = GROWS * extents * extent_bytes
         self._most_in_one = max(1, max_slots // extents)
+        self._tier = tier
         self.holdings = Holdings(extent_bytes)
-        # Twice the most that can be in use: the n gaps between n - 1 extents are together longer than n
-        # extents, so one of the gaps has room for another extent.
-        self.slots = SlotTable(2 * GROWS * extents * self._most_in_one, tier, self.holdings)
+        self.slots = self._no_slots(extents)
         self.unassigned: list[int] = []
         self.promised: dict[int, list[int]] = {}
         self.ready: set[int] = set()
         self.renewing: dict[int, int] = {}
         self.removing: set[int] = set()
+
+    def forget_slots(self) -> SlotTable:
+        """Replaces the slots by a table without any, and returns it. No extent may be left."""
+        assert not self.total, "slots are in use"
+        self.slots = self._no_slots(self.most_bytes // GROWS // self.extent_bytes)
+        return self.slots
+
+    def _no_slots(self, extents: int) -> SlotTable:
+        # Twice the most that can be in use: the n gaps between n - 1 extents are together longer than n
+        # extents, so one of the gaps has room for another extent.
+        return SlotTable(2 * GROWS * extents * self._most_in_one, self._tier, self.holdings)
 
     # -- existence
 

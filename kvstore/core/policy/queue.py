@@ -38,8 +38,8 @@ Entries = npt.NDArray[np.int32]
 class Segment:
     """Entries of a queue, coldest first. `start` to `end` are in use; some of them may be stale.
 
-    `queue` is a weak reference: a replaced policy has no cycles, so its memory is freed at once. The garbage
-    collector would find it much later.
+    `queue` is a weak reference, and a queue that goes takes its chain apart: a replaced policy has no cycles,
+    so its memory is freed at once. The garbage collector would find it much later.
     """
 
     __slots__ = ("end", "entries", "number", "older", "queue", "start", "younger")
@@ -270,6 +270,9 @@ class Queue:
 
     def __del__(self) -> None:
         self._segments._delist(self.number)
+        # Without cycles, the memory of segments is freed at once.
+        for segment in self._chain():
+            segment.older = None
 
     def __len__(self) -> int:
         return int(self._segments._lengths[self.number])

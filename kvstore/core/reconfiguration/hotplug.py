@@ -83,6 +83,7 @@ class Hotplug(Job):
             if not self._r.tiers[tier].extents.total and tier not in self._resizing.shrinking:
                 self._removing.discard(tier)
                 self._r.tiers[tier].gone = True
+                self._r.topology.clear(tier)
                 self._r.outbox.actions.append(DeviceRemoved(tier))
         at_once = bool(self._adding or self._next_row)
         self._next_step = now + (_NEXT_STEP_S if at_once else _NEXT_LOOK_S if self._removing else math.inf)

@@ -93,7 +93,11 @@ class PolicyMigration(Job):
     def _move_some(self, tier: int, pool: SlotPool, n: int, now: float) -> int:
         """Moves up to n rows of a pool. Returns how many. Finishes the pool when none are left."""
         state = self._r.tiers[tier]
-        policy = state.policies[pool]
+        policy = state.policies.get(pool)
+        if policy is None:
+            # The device was removed meanwhile.
+            self._pools.pop()
+            return 0
         if not isinstance(policy, MigratingPolicy):
             new = self._r.topology.make_policy(tier, pool, state.generation)
             # The mark is unique to this pool within the migration.

@@ -94,6 +94,13 @@ class Topology:
         self._order()
         return len(self.tiers) - 1
 
+    def clear(self, tier: int) -> None:
+        """Gives back the memory of a removed device, whose number is not used again."""
+        state = self.tiers[tier]
+        state.slots = state.extents.forget_slots()
+        state.policies = {}
+        state.generation, state.old_generation = self.new_generation(state.generation.make), None
+
     def _order(self) -> None:
         numbers = range(len(self.tiers))
         kinds = [state.spec.tier for state in self.tiers]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -138,6 +141,20 @@ def test_rows_moved_to_another_queue_take_no_memory() -> None:
     assert one.ram_bytes() < 5 * module._SEGMENT
     assert one.head(3).tolist() == []
     assert other.head(3).tolist() == [99_999, 99_998, 99_997]
+
+
+def test_the_segments_of_a_dropped_queue_are_freed_without_the_garbage_collector() -> None:
+    segments = Segments(np.zeros(100_000, np.int32))
+    queue = Queue(segments)
+    queue.append(np.arange(100_000))
+    entries = [weakref.ref(each.entries) for each in queue._chain()]
+    assert len(entries) > 20
+    gc.disable()
+    try:
+        del queue, segments
+        assert not any(each() is not None for each in entries)
+    finally:
+        gc.enable()
 
 
 def test_a_log_that_is_mostly_stale_still_offers_and_stays_small() -> None:

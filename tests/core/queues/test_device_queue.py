@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 
 from kvstore.core import actions as ac
@@ -166,6 +169,35 @@ def test_a_removed_device_is_read_until_it_is_empty_and_not_written() -> None:
     assert w.get(1, kept) == [payload(1, key) for key in kept]
     w.restart()
     assert len(w.p.residency.tiers) == 2
+    w.settle()
+
+
+@pytest.mark.parametrize("policy", ["hazard", "arc"])
+def test_a_removed_device_takes_no_memory(policy: str) -> None:
+    w = world(8, 16, policy=policy)
+    for name in "abcdefgh":
+        put(w, name)
+    w.finish_all()
+    tiers = w.p.residency.tiers
+    going = [weakref.ref(tiers[2].generation.segments), weakref.ref(tiers[2].slots)]
+    going += [weakref.ref(each) for each in tiers[2].policies.values()]
+    assert len(going) > 2, "it had no blocks"
+    w.leave(2)
+    # Its policies are in the middle of a change.
+    w.p.policy_migration.rows_at_once = 1
+    w.send(ev.SetPolicy("lru"))
+    gc.disable()
+    try:
+        w.pass_time(4)
+        assert w.left == [2]
+        assert not any(each() for each in going)
+    finally:
+        gc.enable()
+    w.send(ev.SetPolicy("s3fifo"))
+    w.pass_time(4)
+    assert w.p.policy_migration.pools_left == 0
+    assert not tiers[2].policies
+    put(w, "i")
     w.settle()
 
 
