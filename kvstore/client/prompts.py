@@ -202,7 +202,8 @@ class Prompts:
 
 def _ends(keys: Sequence[Key]) -> object:
     """Returns what equal chains have in common. A key depends on all keys before it."""
-    return (len(keys), keys[0], keys[-1]) if keys else None
+    # Joined: a key that is not `bytes` may have no hash.
+    return (len(keys), b"".join((keys[0], keys[-1]))) if keys else None
 
 
 def _caller() -> object:

@@ -399,6 +399,7 @@ def test_an_empty_reservation_shares_no_connection(client: Client) -> None:
         (lambda ns: ns.put([b""], [bytes(BLOCK)]), "a key of 0 bytes"),
         (lambda ns: ns.lookup([b"x" * 65]), "a key of 65 bytes"),
         (lambda ns: ns.lookup([b"ab", b"a"]), "keys of one call differ in length"),
+        (lambda ns: ns.lookup([*names(600), [1]]), "a key is a list"),
         (lambda ns: ns.get([b"ab", b"abc"], room_for(2)), "keys of one call differ in length"),
         (lambda ns: ns.acquire(["text"]), "a key is a str"),
         (lambda ns: ns.put([b"k"], [bytes(BLOCK - 1)]), f"block 0 has {BLOCK - 1} bytes instead of {BLOCK}"),

@@ -150,8 +150,8 @@ class ReadCalls(Scoped):
 
 
 def check_sample(layout: Layout, keys: Sequence[Key]) -> None:
-    """Checks the keys of a lookup: all if all may be sent, else the first. Raises MisuseError."""
-    check_keys(keys if len(keys) < SAMPLE_FROM or layout.independent else keys[:1])
+    """Checks the keys of a lookup: all if all may be sent, else the first and last. Raises MisuseError."""
+    check_keys(keys if len(keys) < SAMPLE_FROM or layout.independent else (keys[0], keys[-1]))
 
 
 def lookup(
