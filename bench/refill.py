@@ -63,7 +63,7 @@ def _in_core(blocks: int) -> tuple[Steps, Steps, Steps]:
     stored = node.put(keys, b"")
     node.steps = invalidating = {}
     gone = sum(node.invalidate(keys.take(a, b)) for a, b in _pieces(blocks - 1, INVALIDATED_AT_ONCE))
-    holes = node.placement.residency.chains.holes[NAMESPACE]
+    holes = node.placement.residency.gaps.holes[NAMESPACE]
     node.steps = again = {}
     refilled = node.put(keys, b"")
     gc.unfreeze()

@@ -45,9 +45,11 @@ def check(leases: LeaseTable) -> None:
     for lease in leases.leases.values():
         lent[lease.tenant, lease.reader] += lease.lent_bytes
     assert +lent == leases.lent, "bytes lent to other tenants miscounted"
-    writers = Counter(reservation.namespace.number for reservation in leases.reservations.values())
-    assert dict(writers) == dict(leases.writers), "reservations of namespaces miscounted"
-    assert leases.residency.chains.holes.keys() <= leases.namespaces.keys(), "holes of a closed namespace"
+    reservations: dict[int, set[int]] = {}
+    for number, reservation in leases.reservations.items():
+        reservations.setdefault(reservation.namespace.number, set()).add(number)
+    assert reservations == r.gaps.open, "reservations of namespaces miscounted"
+    assert r.gaps.holes.keys() <= leases.namespaces.keys(), "holes of a closed namespace"
 
 
 def _rows_by_namespace(r: Residency) -> dict[int, Rows]:
@@ -95,7 +97,7 @@ def _check_rows(r: Residency, rows_of: dict[int, Rows]) -> None:
         if opened is not None and opened.independent:
             assert (b.parent[own] < 0).all(), "an independent block with a parent"
             assert not holes.any(), "a hole in an independent namespace"
-        assert r.chains.holes[namespace] == np.count_nonzero(holes), "holes miscounted"
+        assert r.gaps.holes[namespace] == np.count_nonzero(holes), "holes miscounted"
     somewhere = (b.slot[:, used] >= 0).any(axis=0)
     states = b.state[used]
     assert (somewhere == (states == LIVE)).all(), "a live block without a slot, or a slot of another block"
@@ -104,6 +106,9 @@ def _check_rows(r: Residency, rows_of: dict[int, Rows]) -> None:
     assert (b.state[parents] != FREE).all(), "a parent was freed before its child"
     count = np.bincount(parents, minlength=b.capacity)
     assert (count[used] == b.children[used]).all(), "children miscounted"
+    behind = used[(states == LIVE) & (b.parent[used] >= 0)]
+    for namespace in np.unique(b.namespace[behind[b.state[b.parent[behind]] != LIVE]]).tolist():
+        assert r.gaps.are_in(namespace), "a block is stored behind a missing one, where none is said to be"
     childless = used[(states == HOLE) & (b.children[used] == 0)]
     assert r.chains.childless.issuperset(childless.tolist()), "a hole without children"
     assert set(r.pins.ends) == set(np.flatnonzero(b.pinned).tolist()), "pins miscounted"
@@ -129,6 +134,8 @@ def _check_presence(r: Residency) -> None:
         used = np.count_nonzero(table.cells)
         assert used == table.count == len(rows), "a presence table has other blocks, or miscounts them"
         ready = table.row >= b.capacity and not r.topology.out_of_reach
+        gapless = not (r.gaps.are_in(number) or table.namespace.relocated or table.namespace.independent)
+        assert bool(table.words[2]) <= gapless, "a table says that it has no gaps"
         assert int(table.words[0]) == (PRESENCE_READY if ready else PRESENCE_NOT_READY), "a table's state"
         assert not table.namespace.closed, "a presence table of a namespace that is being deleted"
         assert not table.namespace.has_ttl, "a presence table of a namespace with a TTL"

@@ -62,10 +62,10 @@ def test_a_lost_block_with_children_elsewhere_is_a_hole_that_a_put_fills() -> No
     w.put(0, 1, keys[:2], at=gpu)
     w.put(0, 1, keys[2:], keys[1])
     w.lose(gpu)
-    assert w.p.residency.chains.holes[1] == 2
+    assert w.p.residency.gaps.holes[1] == 2
     assert w.lookup(1, keys) == 0
     assert w.put(0, 1, keys[:2]) == 2
-    assert w.p.residency.chains.holes[1] == 0
+    assert w.p.residency.gaps.holes[1] == 0
     assert w.get(1, keys) == values(keys)
     w.settle()
 

@@ -67,11 +67,11 @@ def live_without_slot(w: World) -> None:
 def childless_hole(w: World) -> None:
     at = row(w, b"c")
     w.p.residency.blocks.state[at], w.p.residency.blocks.slot[:, at] = HOLE, -1
-    w.p.residency.chains.holes[1] += 1
+    w.p.residency.gaps.holes[1] += 1
 
 
 def miscounted_holes(w: World) -> None:
-    w.p.residency.chains.holes[1] += 1
+    w.p.residency.gaps.holes[1] += 1
 
 
 def miscounted_children(w: World) -> None:

@@ -951,7 +951,7 @@ def test_a_parent_lost_while_room_is_made_for_its_child_leaves_no_hole() -> None
     assert w.put(0, 3, [b"x"]) == 1
     w.reserve(0, 1, [b"b"], b"a")
     w.settle()
-    assert not w.p.residency.chains.holes[1]
+    assert not w.p.residency.gaps.holes[1]
 
 
 def test_nothing_can_be_hung_on_a_hole() -> None:

@@ -321,7 +321,7 @@ def nothing_is_held(life: Life) -> None:
     assert not p.leases.wanted_by, "rows are wanted by nobody"
     assert not p.leases.probes, "probes are left"
     assert not any(p.leases.held.values()), "holds are left"
-    assert not any(p.leases.writers.values()), "writers are left"
+    assert not p.residency.gaps.open, "reservations are left"
     assert not p.copies.under_way, "copies are left"
     assert not p.copies.writing.total(), "writes are left"
     assert not p.residency.blocks.copy_marks.any(), "blocks are on the move"

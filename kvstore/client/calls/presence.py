@@ -82,16 +82,17 @@ def current_table(exchange: Exchange, fingerprint: bytes) -> PresenceTable | Non
 
 
 def find_tiers(
-    exchange: Exchange, fingerprint: bytes, keys: Sequence[Key], leading: bool = False
+    exchange: Exchange, fingerprint: bytes, keys: Sequence[Key], prefix_step: int = 0
 ) -> bytes | None:
     """Returns the tier of each key, or ABSENT, as the presence table has it; None: ask the daemon.
 
-    With `leading`, of the keys before the first absent one. Raises as `current_table` does.
+    With `prefix_step`, of the keys before the first absent one, see `PresenceTable.find_prefix`. Raises as
+    `current_table` does.
     """
     table = current_table(exchange, fingerprint)
     if table is None:
         return None
-    tiers = table.find(keys, leading)
+    tiers = table.find_prefix(keys, prefix_step) if prefix_step else table.find(keys, leading=False)
     if tiers is not None and table.network and (len(tiers) < len(keys) or ABSENT in tiers):
         return None
     return tiers

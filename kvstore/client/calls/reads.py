@@ -173,14 +173,16 @@ def find_prefix(
 ) -> Flow[StoredPrefix]:
     """Returns the length of the stored prefix, and of its part that is worth loading.
 
-    The parent of a stored block is stored. So a lookup of a long prompt first sends every k-th key, then the
-    keys between the last one found and the next: two short requests instead of a long one. It sends all keys
-    if parents are missing, if the blocks are independent, for an exact estimate, or if one request has room
-    for them and the caller wants the answer `at_once`.
+    The parent of a stored block is stored. So a lookup of a long prompt first asks for every k-th key, then
+    for the keys between the last one found and the next: in the presence table, or by two short requests. It
+    asks for all keys if parents are missing, if the blocks are independent, for an exact estimate, or if one
+    request has room for them and the caller wants the answer `at_once`.
     """
     namespace, fingerprint = yield from open_namespace(exchange, scope)
     requests = scope.prompts.of_lookup(scope.name, keys, prompt)
-    tiers = find_tiers(exchange, fingerprint, keys, leading=True) if keys else None
+    sampled = len(keys) >= SAMPLE_FROM and not scope.layout.independent and not estimate.exact
+    root = int(len(keys) ** 0.5) if sampled else 1
+    tiers = find_tiers(exchange, fingerprint, keys, root) if keys else None
     if tiers is not None and _is_worth_loading(tiers, estimate) and _are_distinct(scope, keys, len(tiers)):
         exchange.connection.report(namespace, requests.new_blocks, tiers[requests.known() :])
         requests.note_answer(0, len(tiers))
@@ -207,9 +209,8 @@ def find_prefix(
         requests.note_answer(0, 0)
         return StoredPrefix()
     batch = exchange.protocol.batch_keys
-    in_one = scope.layout.independent or (at_once and len(keys) <= batch)
-    step = 0 if in_one else int(len(keys) ** 0.5)
-    if step and len(keys) >= SAMPLE_FROM and step + 2 < batch and not estimate.exact:
+    step = 0 if at_once and len(keys) <= batch else root
+    if step > 1 and step + 2 < batch:
         known = -(-requests.known() // step)
         answer = yield message(0, keys[step - 1 :: step], known, estimate, step)
         found = _found(answer).times(step)

@@ -154,7 +154,7 @@ class Deletion(Job):
             return False
         for number in numbers:
             del self._r.namespaces[number]
-            self._r.chains.holes.pop(number, None)
+            self._r.gaps.forget(number)
         if sweep.tenant >= 0:
             self._r.reuse.forget(sweep.tenant)
         self._sweeps.remove(sweep)

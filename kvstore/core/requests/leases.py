@@ -191,7 +191,6 @@ class LeaseTable:
         self.namespaces = residency.namespaces
         self.leases: dict[int, Lease] = {}
         self.reservations: dict[int, Reservation] = {}
-        self.writers: Counter[int] = Counter()
         self.waiting: dict[int, Waiter] = {}
         self.wanted_by: dict[int, list[int]] = {}
         self.stalled = Stalled()
@@ -300,10 +299,7 @@ class LeaseTable:
         """Ends a reservation. Its slots stay held."""
         reservation = self.reservations.pop(number)
         self.held[reservation.client].discard(number)
-        namespace = reservation.namespace.number
-        self.writers[namespace] -= 1
-        if not self.writers[namespace]:
-            del self.writers[namespace]
+        self.residency.gaps.end(reservation.namespace.number, number)
         return reservation
 
     def may_hold(self, client: int) -> bool:

@@ -119,7 +119,7 @@ class NamespaceTable:
             if excess and namespace.number not in in_use and self._is_unused(namespace):
                 del self._r.namespaces[namespace.number]
                 self._r.presence.retire(namespace.number)
-                self._r.chains.holes.pop(namespace.number, None)
+                self._r.gaps.forget(namespace.number)
                 self._leases.say(NamespaceClosed(namespace.number))
                 excess -= 1
         return not excess

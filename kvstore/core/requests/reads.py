@@ -109,14 +109,9 @@ class Reads:
         namespace = self._leases.namespace(event)
         if namespace is None:
             return
-        # A binary search would be wrong while parents may be missing or being written.
+        # A binary search would be wrong while parents may be missing.
         r = self._r
-        gaps = (
-            namespace.independent
-            or r.chains.holes[event.namespace] > 0
-            or self._leases.writers[event.namespace] > 0
-            or r.topology.out_of_reach
-        )
+        gaps = namespace.independent or r.gaps.are_in(event.namespace) or r.topology.out_of_reach
         gaps = gaps or namespace.has_ttl or (namespace.relocated and event.tenant != namespace.tenant)
         if not gaps and not event.recompute_s and event.deadline == math.inf:
             found = r.search_prefix(event.namespace, event.keys)

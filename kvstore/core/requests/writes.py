@@ -105,7 +105,7 @@ class Writes:
                 if self._eviction.has_idle(event.tier, namespace.pools[event.tier]):
                     why = WORTH_LESS
             self._give_slots(chain, want[:n], why)
-        if r.chains.holes[event.namespace]:
+        if r.gaps.holes[event.namespace]:
             r.chains.prune(np.unique(np.append(rows, parent)))
         return None
 
@@ -173,6 +173,13 @@ class Writes:
             self._r.reuse.passed_by(rows, chain.namespace.tenant, now, independent, chain.of)
             blocks.give_back(rows)
 
+    def _follow_others(self, chain: _Chain, which: Rows) -> bool:
+        """Returns whether a parent of these keys is in another reservation."""
+        if chain.namespace.independent:
+            return False
+        before = self._r.blocks.state[chain.before] if chain.before >= 0 else FREE
+        return bool((np.append(before, chain.state)[which] == RESERVED).any())
+
     def _give_slots(self, chain: _Chain, want: Rows, why: str) -> None:
         """Reserves slots for these keys, and answers. `why` the other keys are denied."""
         r, event, state, rows = self._r, chain.event, chain.state, chain.rows
@@ -190,7 +197,8 @@ class Writes:
             r.index.add(taken)
         filled = rows[want]
         holes = filled[r.blocks.state[filled] == HOLE]
-        r.chains.holes[event.namespace] -= len(holes)
+        if len(holes):
+            r.gaps.count_holes(event.namespace, -len(holes))
         r.blocks.state[filled] = RESERVED
         orphan = r.blocks.parent[filled] < 0
         r.chains.link(filled[orphan], chain.parents_of(want[orphan]))
@@ -220,7 +228,7 @@ class Writes:
                 event.chain,
                 event.chain_key,
             )
-            self._leases.writers[event.namespace] += 1
+            r.gaps.begin(event.namespace, lease, len(holes) > 0 or self._follow_others(chain, want))
         records = r.tiers[at].slots.record[slots]
         self._leases.say(
             Reserved(event.request, lease, pool.slot_bytes, records, status, why if denied else "")

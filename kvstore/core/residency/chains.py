@@ -9,7 +9,6 @@ Not covered: slots and pins; see `residency` and `pin_table`.
 from __future__ import annotations
 
 import math
-from collections import Counter
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +16,7 @@ import numpy.typing as npt
 from kvstore.core.blocks.block_table import FREE, HOLE, Blocks, Rows
 from kvstore.core.blocks.index import Index
 from kvstore.core.jobs import Job
+from kvstore.core.residency.gaps import Gaps
 from kvstore.core.reuse.reuse import Reuse
 from kvstore.native import chain_above, chain_root
 
@@ -32,16 +32,16 @@ _NEXT_CHILDLESS_S = 0.001
 class Chains(Job):
     """The links between the rows of `blocks`.
 
-    `holes` counts holes by namespace. `childless` has holes without children that later steps free, and with
+    Holes are counted in `gaps`. `childless` has holes without children that later steps free, and with
     them the holes above that have no other children. `now`: the time of the current event, in s.
     """
 
-    def __init__(self, blocks: Blocks, index: Index, reuse: Reuse) -> None:
+    def __init__(self, blocks: Blocks, index: Index, reuse: Reuse, gaps: Gaps) -> None:
         self._blocks = blocks
         self._index = index
         self._reuse = reuse
         self.now = 0.0
-        self.holes: Counter[int] = Counter()
+        self._gaps = gaps
         self.childless: set[int] = set()
         self._above = np.empty(_LONGEST_CHAIN, np.int64)
         # A memoryview reads one row several times as fast as the array.
@@ -168,7 +168,7 @@ class Chains(Job):
         if not len(rows):
             return
         for namespace, n in zip(*np.unique(self._blocks.namespace[rows], return_counts=True), strict=True):
-            self.holes[int(namespace)] += sign * int(n)
+            self._gaps.count_holes(int(namespace), sign * int(n))
 
     def _step(self, now: float) -> None:
         self.free_childless()

@@ -9,8 +9,8 @@ clients read there is proved by the block's checksum, as everywhere.
 
 A table is filled in steps and then follows every change. One that is too full is retired, like the table of a
 namespace that is deleted, published or gets a TTL. A client then asks for another table. The daemon provides
-the memory: one line of 64 bytes (state, seed of the hash), the buckets, and as many lines of places.
-`native/presence.c` reads and writes it.
+the memory: one line of 64 bytes (state, seed of the hash, whether the parents of all blocks in the table are
+in it), the buckets, and as many lines of places. `native/presence.c` reads and writes it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from kvstore.columns import distinct
 from kvstore.core.actions import PresenceRetired
 from kvstore.core.blocks.block_table import LIVE, Blocks, Rows
 from kvstore.core.jobs import Job
+from kvstore.core.residency.gaps import Gaps
 from kvstore.core.residency.namespace import Namespace, Namespaces
 from kvstore.core.residency.outbox import Outbox
 from kvstore.core.residency.topology import Topology
@@ -80,7 +81,9 @@ class PresenceTable:
 class PresenceTables(Job):
     """The tables of a placement by namespace, each as the daemon asked for it. As a job, fills them."""
 
-    def __init__(self, blocks: Blocks, namespaces: Namespaces, topology: Topology, outbox: Outbox) -> None:
+    def __init__(
+        self, blocks: Blocks, namespaces: Namespaces, topology: Topology, outbox: Outbox, gaps: Gaps
+    ) -> None:
         self.tables: dict[int, PresenceTable] = {}
         self.out_of_reach = False
         self._outgrown: set[int] = set()
@@ -88,6 +91,8 @@ class PresenceTables(Job):
         self._namespaces = namespaces
         self._topology = topology
         self._outbox = outbox
+        self._gaps = gaps
+        gaps.on_change = self._look_at_gaps
 
     def bytes_for(self, number: int) -> int:
         """Returns the bytes of a new table of a namespace, 0 if none could answer for a request."""
@@ -103,6 +108,7 @@ class PresenceTables(Job):
         self.retire(number)
         if self.bytes_for(number):
             self.tables[number] = PresenceTable(self._namespaces[number], words, seed)
+            self._look_at_gaps(number)
             self._next_step = min(self._next_step, self._outbox.now)
         else:
             self._outbox.actions.append(PresenceRetired(number))
@@ -126,6 +132,14 @@ class PresenceTables(Job):
             table = self.tables.get(namespace.number)
             if table is not None:
                 self._update(table, some[some < table.row])
+
+    def _look_at_gaps(self, number: int) -> None:
+        """Tells readers of a namespace whether a search of a prefix may skip keys."""
+        table = self.tables.get(number)
+        if table is not None:
+            namespace = table.namespace
+            gaps = namespace.independent or namespace.relocated or self._gaps.are_in(number)
+            table.words[2] = not gaps
 
     def look_at_devices(self) -> None:
         """Suspends all tables while a device cannot be read: its blocks are misses."""

@@ -20,6 +20,7 @@ from kvstore.core.capacity.slot_classes import Slots
 from kvstore.core.queues.device_queue import TierSpec
 from kvstore.core.residency.chains import Chains
 from kvstore.core.residency.decision_log import Decisions
+from kvstore.core.residency.gaps import Gaps
 from kvstore.core.residency.namespace import Namespace, Namespaces
 from kvstore.core.residency.outbox import Outbox
 from kvstore.core.residency.pin_table import PinTable
@@ -49,10 +50,11 @@ class Residency:
         self.topology = Topology(specs, self.blocks, self.reuse, seed, policy)
         self.tiers = self.topology.tiers
         self.namespaces = Namespaces(self.blocks)
-        self.chains = Chains(self.blocks, self.index, self.reuse)
+        self.gaps = Gaps()
+        self.chains = Chains(self.blocks, self.index, self.reuse, self.gaps)
         self.pins = PinTable(self.blocks, self.namespaces)
         self.outbox = Outbox(self.blocks)
-        self.presence = PresenceTables(self.blocks, self.namespaces, self.topology, self.outbox)
+        self.presence = PresenceTables(self.blocks, self.namespaces, self.topology, self.outbox, self.gaps)
         self.now = 0.0
         self.ending = False
         self.copying: Counter[int] = Counter()

@@ -65,7 +65,7 @@ class Node:
 
     @property
     def holes(self) -> int:
-        return self.p.residency.chains.holes[1]
+        return self.p.residency.gaps.holes[1]
 
     def prefix(self) -> int:
         return self.p.view.stored(1, self.keys)
