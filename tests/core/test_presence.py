@@ -58,6 +58,38 @@ def test_a_table_is_filled_in_steps_while_blocks_come_and_go(monkeypatch: pytest
     assert w.found_in_tables > before or native.presence is None, "readers need the C extension"
 
 
+def test_a_table_says_whether_blocks_may_be_stored_behind_missing_ones() -> None:
+    w = world(slots=16)
+    w.open(2, 100, independent=True)
+
+    def gapless(namespace: int = 1) -> bool:
+        return bool(table_of(w, namespace).words[2])
+
+    def begin(keys: list[bytes], parent: bytes) -> tuple[ac.Reserved, np.ndarray]:
+        room = w.reserve(1, 1, keys, parent)
+        assert isinstance(room, ac.Reserved)
+        return room, w.fill(1, keys, room)
+
+    w.put(1, 1, KEYS[:3])
+    w.put(1, 2, KEYS[:3])
+    filled(w)
+    assert (gapless(), gapless(2)) == (True, False), "independent blocks have no parents"
+    first = begin(KEYS[3:5], KEYS[2])
+    assert gapless(), "its parent is stored"
+    second = begin(KEYS[5:7], KEYS[4])
+    assert not gapless(), "its parent is being written"
+    w.commit(1, *second)
+    assert (gapless(), w.lookup(1, KEYS)) == (False, 3)
+    w.commit(1, *first)
+    assert (gapless(), w.lookup(1, KEYS)) == (True, 7)
+    w.invalidate(1, KEYS[1:2])
+    assert (gapless(), w.lookup(1, KEYS)) == (False, 1)
+    again = begin(KEYS[1:2], KEYS[0])
+    assert (gapless(), w.lookup(1, KEYS)) == (False, 1)
+    w.commit(1, *again)
+    assert (gapless(), w.lookup(1, KEYS)) == (True, 7)
+
+
 def test_a_table_answers_nothing_while_a_device_is_out_of_reach() -> None:
     w = world()
     w.put(1, 1, KEYS[:4])

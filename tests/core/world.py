@@ -691,16 +691,28 @@ class World:
             if answer.gaps:
                 assert Counter(tiers) == +Counter(answer.stored.by_tier), "the table names other tiers"
             assert any(tiers) or answer.value == stored or not answer.gaps, "blocks in DRAM need no loading"
+            sampled = self._in_table(namespace, keys, who, leading=True, step=3)
+            if self._are_linked(namespace, keys):
+                assert sampled is not None
+                assert len(sampled) == stored, "a search that skips keys finds another prefix"
         return answer.value
 
-    def _in_table(self, namespace: int, keys: list[bytes], tenant: int, leading: bool) -> bytes | None:
+    def _are_linked(self, namespace: int, keys: list[bytes]) -> bool:
+        """Whether each of the keys that has a row follows the one before."""
+        rows, parent_of = self.p.residency.index.find(namespace, joined(keys)), self.p.residency.blocks.parent
+        return bool(((rows[1:] < 0) | (parent_of[rows[1:]] == rows[:-1]) & (rows[:-1] >= 0)).all())
+
+    def _in_table(
+        self, namespace: int, keys: list[bytes], tenant: int, leading: bool, step: int = 0
+    ) -> bytes | None:
         """What a client of this tenant finds in the presence table; None: it has to ask."""
         table = self.p.residency.presence.tables.get(namespace)
         if table is None or native.presence is None:
             return None
         mapping = SimpleNamespace(view=memoryview(table.words).cast("B"))
         foreign = tenant != self.p.residency.namespaces[namespace].tenant
-        tiers = PresenceTable(mapping, foreign, False, 0).find(keys, leading)  # type: ignore[arg-type]
+        reader = PresenceTable(mapping, foreign, False, 0)  # type: ignore[arg-type]
+        tiers = reader.find_prefix(keys, step) if step else reader.find(keys, leading)
         self.found_in_tables += tiers is not None and ABSENT not in tiers
         return tiers
 

@@ -131,9 +131,12 @@ def test_tables_and_requests_give_the_same_answers(client: Client, daemon: Local
                     ns.put(some, payloads(some), parent=parent)
             else:
                 ns.invalidate(some)
-            assert ns.contains(keys).tolist() == same.contains(keys).tolist()
+            there = ns.contains(keys).tolist()
+            assert there == same.contains(keys).tolist()
             for length in (1, 40, 600):
-                assert ns.lookup(keys[:length], prompt=0) == same.lookup(keys[:length], prompt=0)
+                found = ns.lookup(keys[:length], prompt=0)
+                assert found == same.lookup(keys[:length], prompt=0)
+                assert found == [*there[:length], False].index(False)
             asked = [(ns, keys[:30], 0, Estimate(1e-9, 1.0, dice.randrange(40)))]
             assert client.lookup(asked) == other.lookup([(same, *asked[0][1:])])
         assert table_of(client, ns) is not None

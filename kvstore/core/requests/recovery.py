@@ -52,7 +52,6 @@ def restore(leases: LeaseTable, event: ev.Restore, write_down: bool) -> None:
             )
         _end(leases, namespace, rows, event.ends[which])
         r.presence.retire(namespace)
-        r.gaps.wait_for_open(namespace)
         if write_down and event.tier in r.topology.memory:
             leases.transfers.queue_writes(rows)
     follows = _follow_the_row_before(event)

@@ -39,11 +39,6 @@ class Gaps:
         """Adds a reservation. `fills`: of holes, or of blocks whose parents are in other reservations."""
         self.open.setdefault(namespace, set()).add(reservation)
         if fills:
-            self.wait_for_open(namespace)
-
-    def wait_for_open(self, namespace: int) -> None:
-        """Notes that blocks were stored whose parents may be in an open reservation."""
-        if namespace in self.open:
             self._gapped.setdefault(namespace, set()).update(self.open[namespace])
             self.on_change(namespace)
 
