@@ -64,7 +64,7 @@ BENCHES = {
         "zero_copy:run", _named("zero-copy", "acquire", "acquire-and-views", "acquire-release-loop")
     ),
     "tracing": Entry("tracing:run", _named("tracing", "off", "1%")),
-    "lookup": Entry("lookup:run", _named("lookup", "1", "64", "1024", "8192")),
+    "lookup": Entry("lookup:run", _named("lookup", "1", "64", "1024", "8192", "8192-with-gaps")),
     "nvme-read": Entry("nvme:read", *_disks("nvme-read")),
     "nvme-read-acquire": Entry("nvme:read_acquire", *_disks("nvme-read-acquire")),
     "nvme-write": Entry("nvme:write", *_disks("nvme-write")),
