@@ -38,12 +38,14 @@ def serve(
         yield client, daemon
 
 
-def wait_until(client: Client, done: Callable[[dict[str, Any]], bool], pause_s: float = 0.01) -> None:
-    """Waits until the status of the daemon satisfies `done`. Raises TimeoutError after a minute."""
-    ends = time.monotonic() + _WITHIN_S
+def wait_until(
+    client: Client, done: Callable[[dict[str, Any]], bool], pause_s: float = 0.01, within_s: float = _WITHIN_S
+) -> None:
+    """Waits until the status of the daemon satisfies `done`. Raises TimeoutError after `within_s`."""
+    ends = time.monotonic() + within_s
     while not done(client.status()):
         if time.monotonic() > ends:
-            raise TimeoutError(f"the daemon did not get there within {_WITHIN_S:g} s")
+            raise TimeoutError(f"the daemon did not get there within {within_s:g} s")
         time.sleep(pause_s)
 
 
