@@ -49,7 +49,7 @@ LATENCY = {
         "lookup/64": "lookup of 64 keys",
         "lookup/1024": "lookup of 1,024 keys",
         "lookup/8192": "lookup of 8,192 keys",
-        "lookup/8192-with-gaps": "the same where blocks were deleted",
+        "lookup/8192-with-gaps": "the same, after deletions",
     }
 }
 ISOLATION = {
