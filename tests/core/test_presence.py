@@ -84,7 +84,16 @@ def test_a_table_says_whether_blocks_may_be_stored_behind_missing_ones() -> None
     assert (gapless(), w.lookup(1, KEYS)) == (True, 7)
     w.invalidate(1, KEYS[1:2])
     assert (gapless(), w.lookup(1, KEYS)) == (False, 1)
+    gaps, said = w.p.residency.gaps, list[bool]()
+    tell = gaps.on_change
+
+    def told(number: int) -> None:
+        tell(number)
+        said.append(gapless())
+
+    gaps.on_change = told
     again = begin(KEYS[1:2], KEYS[0])
+    assert said == [False, False], "readers see a moment without gaps"
     assert (gapless(), w.lookup(1, KEYS)) == (False, 1)
     w.commit(1, *again)
     assert (gapless(), w.lookup(1, KEYS)) == (True, 7)

@@ -197,8 +197,6 @@ class Writes:
             r.index.add(taken)
         filled = rows[want]
         holes = filled[r.blocks.state[filled] == HOLE]
-        if len(holes):
-            r.gaps.count_holes(event.namespace, -len(holes))
         r.blocks.state[filled] = RESERVED
         orphan = r.blocks.parent[filled] < 0
         r.chains.link(filled[orphan], chain.parents_of(want[orphan]))
@@ -229,6 +227,9 @@ class Writes:
                 event.chain_key,
             )
             r.gaps.begin(event.namespace, lease, len(holes) > 0 or self._follow_others(chain, want))
+            if len(holes):
+                # After `begin`: readers of the presence table must not see a moment without gaps.
+                r.gaps.count_holes(event.namespace, -len(holes))
         records = r.tiers[at].slots.record[slots]
         self._leases.say(
             Reserved(event.request, lease, pool.slot_bytes, records, status, why if denied else "")
